@@ -1,0 +1,3 @@
+from vgrpo.cli import main
+
+main()

@@ -1,0 +1,89 @@
+"""Held-out prompts, fixed seeds: the same pictures before and after, scored and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vgrpo.rewards import score
+from vgrpo.rollout import generate
+from vgrpo.statistics import by_tag
+from vgrpo.types import Policy, Prompt, Reward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def evaluate(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    rewards: Mapping[str, Reward],
+    *,
+    images_per_prompt: int,
+    micro_batch: int,
+    seed: int,
+    pictures: int,
+    folder: Path,
+    share: tuple[int, int] = (0, 1),
+    gather: Callable[[list], list] = list,
+    advance: Callable[[int], None] = lambda images: None,
+) -> dict[str, Any]:
+    """Scores `images_per_prompt` pictures of each prompt and writes `folder/scores.json` with the first `pictures`.
+
+    The seed of a picture depends on `seed`, the prompt's place and the picture's number alone, so two calls with other
+    weights can be compared picture by picture. `share` = (process, processes) and `gather` spread the prompts.
+
+    Returns:
+        {"scores": {reward: mean}, "by_tag": {reward: {tag: [mean, low, high, n]}}}; intervals hold 95 %.
+    """
+    slots = range(share[0], len(prompts), share[1])
+    mine = [prompts[s] for s in slots]
+    rollouts = generate(
+        policy, mine, slots, group_size=images_per_prompt, micro_batch=micro_batch, seed=seed, step=0, advance=advance
+    )
+    rows_of = [p for p in mine for _ in range(images_per_prompt)]
+    scores = {name: score(name, reward, rollouts.images, rows_of).tolist() for name, reward in rewards.items()}
+    own = [
+        {
+            "place": slots[i // images_per_prompt] * images_per_prompt + i % images_per_prompt,
+            "prompt_id": prompt.id,
+            "text": prompt.text,
+            "tag": prompt.meta.get("tag"),
+            "seed": rollouts.seeds[i],
+            "scores": {name: values[i] for name, values in scores.items()},
+        }
+        for i, prompt in enumerate(rows_of)
+    ]
+    every = -(-len(prompts) // pictures) if pictures else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for row, image in zip(own, rollouts.images, strict=True):
+        slot, member = divmod(row["place"], images_per_prompt)
+        row["image"] = f"{row['place']:05d}.png" if every and member == 0 and slot % every == 0 else None
+        if row["image"]:
+            save_picture(image, folder / row["image"])
+    rows = sorted(gather(own), key=lambda row: row["place"])
+    if share[0] == 0:
+        (folder / "scores.json").write_text(json.dumps({"rows": rows}))
+    scored = {name: scores_of(rows, name, images_per_prompt) for name in rewards}
+    tags = [p.meta.get("tag") for p in prompts]
+    return {
+        "scores": {name: float(values.mean()) for name, values in scored.items()},
+        "by_tag": {name: by_tag(values, tags) for name, values in scored.items()} if all(tags) else {},
+    }
+
+
+def scores_of(rows: Sequence[Mapping[str, Any]], name: str, images_per_prompt: int = 1) -> NDArray[np.float64]:
+    """One reward of the rows of a `scores.json` as [K, images_per_prompt], first axis = prompt."""
+    return np.array([r["scores"][name] for r in rows], dtype=np.float64).reshape(-1, images_per_prompt)
+
+
+def save_picture(image: Tensor, path: Path) -> None:
+    """Writes uint8 [3, H, W] as a PNG."""
+    from PIL import Image
+
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
