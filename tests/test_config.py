@@ -30,14 +30,20 @@ def test_overrides_win_over_the_recipe() -> None:
 
 
 def test_derived_numbers() -> None:
-    config = load_recipe("tiny", **{"prompts.per_step": 6, "rollout.group_size": 3, "update.per_rollout": 2, "update.passes": 3, "run.steps": 5})
+    config = load_recipe(
+        "tiny",
+        **{"prompts.per_step": 6, "rollout.group_size": 3, "update.per_rollout": 2, "update.passes": 3, "run.steps": 5},
+    )
     assert config.images_per_step == 18
     assert config.updates == 30
 
 
 def test_controls_that_cannot_act_are_named() -> None:
     both = {"update.per_rollout": 1, "update.passes": 1, "objective.clip": 0.01, "objective.kl_weight": 0.3}
-    assert [note.split(":")[0] for note in load_recipe("tiny", **both).inactive()] == ["objective.clip", "objective.kl_weight"]
+    assert [note.split(":")[0] for note in load_recipe("tiny", **both).inactive()] == [
+        "objective.clip",
+        "objective.kl_weight",
+    ]
     assert load_recipe("tiny", **(both | {"update.passes": 2})).inactive() == []
 
 
@@ -71,7 +77,14 @@ def test_one_mistake_one_message(key: str, value: Any, words: str) -> None:
 
 
 def test_all_mistakes_at_once() -> None:
-    wrong = {"rollout.x": 1, "modell": 2, "update.y": 3, "optimizer.lr": -1, "rollout.group_size": 1, "rewards.strict.z": 4}
+    wrong = {
+        "rollout.x": 1,
+        "modell": 2,
+        "update.y": 3,
+        "optimizer.lr": -1,
+        "rollout.group_size": 1,
+        "rewards.strict.z": 4,
+    }
     with pytest.raises(UserError) as caught:
         load_recipe("tiny", **wrong)
     message = str(caught.value)
@@ -81,7 +94,12 @@ def test_all_mistakes_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "must hold sections"), ("model: [", "is not YAML"), ("- a\n- b\n", "must hold sections"), ("model:\n path: x\n  y: 1\n", "is not YAML")],
+    [
+        ("", "must hold sections"),
+        ("model: [", "is not YAML"),
+        ("- a\n- b\n", "must hold sections"),
+        ("model:\n path: x\n  y: 1\n", "is not YAML"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
@@ -119,7 +137,16 @@ def test_command_line_mistakes(
     arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([*arguments, *([f"run.folder={tmp_path}"] if arguments[:2] == ["train", "tiny"] and "run.folder" not in arguments[-1] else [])])
+        main(
+            [
+                *arguments,
+                *(
+                    [f"run.folder={tmp_path}"]
+                    if arguments[:2] == ["train", "tiny"] and "run.folder" not in arguments[-1]
+                    else []
+                ),
+            ]
+        )
     assert caught.value.code == code
     err = capsys.readouterr().err
     assert words in err

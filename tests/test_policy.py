@@ -72,7 +72,8 @@ def test_predict_and_schedule_are_those_of_real_steps(settings: dict[str, Any], 
     policy = shaken(Pipeline(config, CPU))
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     hook = policy.net.register_forward_hook(
-        lambda net, args, kwargs, out: seen.append((kwargs["hidden_states"], kwargs["timestep"], out[0])), with_kwargs=True
+        lambda net, args, kwargs, out: seen.append((kwargs["hidden_states"], kwargs["timestep"], out[0])),
+        with_kwargs=True,
     )
     cond = policy.encode(PROMPTS)
     policy.sample(policy.noise([1, 2]), cond)

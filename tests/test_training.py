@@ -66,7 +66,9 @@ def test_skipping_the_old_pass_is_exact(settings: dict[str, Any], monkeypatch: p
     from vgrpo.config import Update
 
     skipped = run_with(settings)
-    monkeypatch.setattr(Update, "total", property(lambda self: 2))  # makes the loop score θ_old, though there is one update
+    monkeypatch.setattr(
+        Update, "total", property(lambda self: 2)
+    )  # makes the loop score θ_old, though there is one update
     scored = run_with(settings)
     assert scored.metrics()[0]["network_calls"] > skipped.metrics()[0]["network_calls"]
     assert_same(weights(skipped), weights(scored), atol=0)
@@ -109,7 +111,10 @@ def test_resume_equals_a_straight_run(settings: dict[str, Any]) -> None:
     assert (a.step, a.updates) == (b.step, b.updates) == (4, 16)
     for part in ("weights", "averaged", "moments"):
         assert_same(dict(getattr(a, part)), dict(getattr(b, part)), atol=0)
-    untimed = [[{k: v for k, v in r.items() if "time" not in k and k != "seconds"} for r in run.metrics()] for run in (straight, resumed)]
+    untimed = [
+        [{k: v for k, v in r.items() if "time" not in k and k != "seconds"} for r in run.metrics()]
+        for run in (straight, resumed)
+    ]
     assert untimed[0] == untimed[1]
 
 
@@ -136,9 +141,13 @@ def test_two_processes_equal_one(settings: dict[str, Any], tmp_path: Path) -> No
         assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
     assert_same(weights(alone), weights(two), atol=2e-3)
-    scores = [json.loads((run.folder / "evaluations/step_00000/scores.json").read_text())["rows"] for run in (alone, two)]
+    scores = [
+        json.loads((run.folder / "evaluations/step_00000/scores.json").read_text())["rows"] for run in (alone, two)
+    ]
     assert [r["prompt_id"] for r in scores[0]] == [r["prompt_id"] for r in scores[1]]
-    assert [r["scores"]["brightness"] for r in scores[0]] == pytest.approx([r["scores"]["brightness"] for r in scores[1]], abs=1e-6)
+    assert [r["scores"]["brightness"] for r in scores[0]] == pytest.approx(
+        [r["scores"]["brightness"] for r in scores[1]], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -147,7 +156,14 @@ def test_it_learns(settings: dict[str, Any], kind: str) -> None:
     lr = 2e-2 if kind == "lora" else 5e-3
     run = run_with(settings, run__steps=8, optimizer__lr=lr, rollout__group_size=8, evaluation__images_per_prompt=4)
     before, after = (r["scores"]["brightness"] for r in run.evaluations())
-    darker = run_with(settings, run__steps=8, optimizer__lr=lr, rollout__group_size=8, evaluation__images_per_prompt=4, rewards__brightness={"weight": -1})
+    darker = run_with(
+        settings,
+        run__steps=8,
+        optimizer__lr=lr,
+        rollout__group_size=8,
+        evaluation__images_per_prompt=4,
+        rewards__brightness={"weight": -1},
+    )
     assert after > before + 0.01
     assert darker.evaluations()[-1]["scores"]["brightness"] < before - 0.01
 
@@ -201,7 +217,9 @@ def test_a_reward_that_never_works_is_found_before_weights(settings: dict[str, A
     assert not Path(settings["run"]["folder"]).exists()
 
 
-def test_non_finite_weights_stop_the_run_and_keep_the_checkpoint(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_weights_stop_the_run_and_keep_the_checkpoint(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vgrpo.policies.pipeline import Pipeline
 
     def infected(self: Any, x_t: torch.Tensor, t: torch.Tensor, cond: Any) -> torch.Tensor:
@@ -237,7 +255,15 @@ def test_learning_rate_falls_as_asked(settings: dict[str, Any]) -> None:
 
 def test_the_run_folder_holds_what_a_person_needs(settings: dict[str, Any]) -> None:
     run = run_with(settings, run__sample_every=1)
-    for name in ("config.yaml", "run.json", "metrics.jsonl", "evaluations.jsonl", "report.html", "adapter/settings.json", "samples/step_00001.png"):
+    for name in (
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "report.html",
+        "adapter/settings.json",
+        "samples/step_00001.png",
+    ):
         assert (run.folder / name).is_file(), name
     assert parse(run.settings()).dump() == run.settings()
     again = run_with(settings)

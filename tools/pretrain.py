@@ -6,8 +6,9 @@ The model is mediocre on purpose, as web-trained models are: 40 % of its trainin
 can draw every scene but follows a caption only loosely, which is what alignment is for.
 
 What it is: an `AutoencoderKL` with 8×8×4 latents (0.65 M parameters), two CLIP text encoders of two layers and width 64
-trained together with the transformer, no T5 (its slot is one zero token: call the pipeline with
-`max_sequence_length=1`), and an `SD3Transformer2DModel` with 16 image tokens, width 128, 4 layers (2.3 M parameters).
+trained together with the transformer, a T5 that always answers zero, for none was trained (call the pipeline with
+`max_sequence_length=1`, its one token), and an `SD3Transformer2DModel` with 16 image tokens, width 128, 4 layers
+(2.3 M parameters).
 Every step is seeded; on one machine and thread count the result is repeatable. Times and accuracy stand in LOG.md.
 """
 
@@ -31,7 +32,16 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from vgrpo.testing import t5_tokenizer
 
 ASSET = Path(__file__).parents[1] / "src/vgrpo/assets/tiny-sd3"
 TOKENS = 12
@@ -40,7 +50,14 @@ WRONG = 0.4
 """Share of training captions that belong to another picture."""
 DROPPED = 0.1
 """Share of empty captions, for classifier-free guidance."""
-TAG_WEIGHTS = {"single_object": 0.06, "colors": 0.12, "counting": 0.20, "two_object": 0.10, "color_attr": 0.27, "position": 0.25}
+TAG_WEIGHTS = {
+    "single_object": 0.06,
+    "colors": 0.12,
+    "counting": 0.20,
+    "two_object": 0.10,
+    "color_attr": 0.27,
+    "position": 0.25,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -66,7 +83,11 @@ def data(work: Path, count: int = 100_000) -> None:
     """Renders `count` scenes to `scenes.npz`: images uint8 [N, 64, 64, 3] and the index of each one's caption."""
     with Pool() as pool:
         parts = pool.map(render, [(seed, 1000) for seed in range(count // 1000)])
-    np.savez(work / "scenes.npz", images=np.concatenate([p[0] for p in parts]), captions=np.concatenate([p[1] for p in parts]))
+    np.savez(
+        work / "scenes.npz",
+        images=np.concatenate([p[0] for p in parts]),
+        captions=np.concatenate([p[1] for p in parts]),
+    )
 
 
 def load_images(work: Path) -> tuple[torch.Tensor, np.ndarray]:
@@ -121,17 +142,35 @@ def vae(work: Path, minutes: float = 13.0, batch: int = 32, kl_weight: float = 1
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         if step % 200 == 0:
-            log(work, stage="vae", step=step, seconds=time.time() - start, pixel=pixel.item(), edge=edge.item(), kl=kl.item())
+            log(
+                work,
+                stage="vae",
+                step=step,
+                seconds=time.time() - start,
+                pixel=pixel.item(),
+                edge=edge.item(),
+                kl=kl.item(),
+            )
         step += 1
     net.eval()
     with torch.no_grad():
-        mean, std = zip(*[(d.mean, d.std) for d in (net.encode(x.float() / 127.5 - 1).latent_dist for x in images.split(500))], strict=True)
+        mean, std = zip(
+            *[(d.mean, d.std) for d in (net.encode(x.float() / 127.5 - 1).latent_dist for x in images.split(500))],
+            strict=True,
+        )
         mean, std = torch.cat(mean), torch.cat(std)
         error = (net.decode(mean[:1000]).sample.clamp(-1, 1) - (images[:1000].float() / 127.5 - 1)).pow(2).mean()
     net.register_to_config(shift_factor=mean.mean().item(), scaling_factor=1 / mean.std().item())
     net.save_pretrained(work / "vae")
     torch.save({"mean": mean, "std": std}, work / "latents.pt")
-    log(work, stage="vae", step=step, seconds=time.time() - start, psnr=10 * math.log10(4 / error.item()), latent_std=std.mean().item())
+    log(
+        work,
+        stage="vae",
+        step=step,
+        seconds=time.time() - start,
+        psnr=10 * math.log10(4 / error.item()),
+        latent_std=std.mean().item(),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- text encoders
@@ -140,24 +179,56 @@ def vae(work: Path, minutes: float = 13.0, batch: int = 32, kl_weight: float = 1
 def new_tokenizer() -> CLIPTokenizer:
     """A CLIP tokenizer whose merges make one token of each word of the captions; any other text falls back to bytes."""
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False
+    )
     bpe.train_from_iterator([c["text"] for c in scenes.captions()], trainer)
     merges = [tuple(m) for m in json.loads(bpe.to_str())["model"]["merges"]]
-    tokens = [*alphabet, *[a + "</w>" for a in alphabet], *["".join(m) for m in merges], "<|startoftext|>", "<|endoftext|>"]
+    tokens = [
+        *alphabet,
+        *[a + "</w>" for a in alphabet],
+        *["".join(m) for m in merges],
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     vocab = {t: i for i, t in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=TOKENS)
 
 
 def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    size = {"hidden_size": 64, "intermediate_size": 256, "projection_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return CLIPTextModelWithProjection(CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=TOKENS, **size, **ends))
+    ends = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "projection_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=TOKENS, **size, **ends)
+    )
+
+
+def new_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """Stands where diffusers expects a T5: its last norm is zero, and so is all that it says."""
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=128, d_kv=8, d_ff=32, num_layers=1, num_heads=1, dropout_rate=0.0
+    )
+    t5 = T5EncoderModel(config)
+    torch.nn.init.zeros_(t5.encoder.final_layer_norm.weight)
+    return t5
 
 
 def encode(encoders: list[torch.nn.Module], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `StableDiffusion3Pipeline.encode_prompt` without T5: penultimate states side by side, then one zero token."""
+    """As `StableDiffusion3Pipeline.encode_prompt` with `new_t5`: penultimate states side by side, then one zero token."""
     out = [e(ids, output_hidden_states=True) for e in encoders]
     tokens = torch.cat([o.hidden_states[-2] for o in out], -1)
     return F.pad(tokens, (0, 0, 0, 1)), torch.cat([o.text_embeds for o in out], -1)
@@ -203,7 +274,11 @@ def transformer(work: Path, minutes: float = 60.0, batch: int = 256) -> None:
     start, step, done, running = time.time(), 0, 0.0, 0.0
     while done < 1:
         done = (time.time() - start) / (60 * minutes)
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(step / 500, 1) * (1 if done < 0.5 else 0.02 + 0.98 * (0.5 + 0.5 * math.cos(2 * math.pi * (min(done, 1) - 0.5))))
+        optimizer.param_groups[0]["lr"] = (
+            1e-3
+            * min(step / 500, 1)
+            * (1 if done < 0.5 else 0.02 + 0.98 * (0.5 + 0.5 * math.cos(2 * math.pi * (min(done, 1) - 0.5))))
+        )
         rows = torch.randint(len(mean), (batch,), generator=draw)
         x0 = mean[rows] + std[rows] * torch.randn(mean[rows].shape, generator=draw)
         other = chosen_t[torch.randint(len(mean), (batch,), generator=draw)]
@@ -231,6 +306,7 @@ def transformer(work: Path, minutes: float = 60.0, batch: int = 256) -> None:
 
 def assemble(work: Path) -> None:
     """Writes the pipeline folder, in the precision it was trained in."""
+    torch.manual_seed(0)
     tokenizer = new_tokenizer()
     pipe = StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel.from_pretrained(work / "transformer"),
@@ -240,8 +316,8 @@ def assemble(work: Path) -> None:
         tokenizer=tokenizer,
         text_encoder_2=CLIPTextModelWithProjection.from_pretrained(work / "text_encoder_2"),
         tokenizer_2=tokenizer,
-        text_encoder_3=None,
-        tokenizer_3=None,
+        text_encoder_3=new_t5(t5_tokenizer()),
+        tokenizer_3=t5_tokenizer(),
     )
     pipe.save_pretrained(ASSET)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.ndimage import map_coordinates
 
-SHAPES = ("circle", "square", "triangle", "star", "heart")
+from vgrpo.rewards.shapes import CIRCLE, SHAPES, polygon
+
 COLOURS = {
     "red": (222, 52, 52),
     "orange": (245, 140, 30),
@@ -41,29 +42,12 @@ class Thing:
     angle: float
 
 
-def polygon(shape: str) -> np.ndarray:
-    """Corners [K, 2] of the unit shape, y downwards."""
-    turn = np.linspace(0, 2 * np.pi, 10, endpoint=False) - np.pi / 2
-    if shape == "square":
-        return 0.82 * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]], dtype=float)
-    if shape == "triangle":
-        corners = np.linspace(0, 2 * np.pi, 3, endpoint=False) - np.pi / 2
-        return 1.12 * np.stack([np.cos(corners), np.sin(corners)], 1) + [0, 0.22]
-    if shape == "star":
-        radius = np.where(np.arange(10) % 2 == 0, 1.15, 0.50)
-        return radius[:, None] * np.stack([np.cos(turn), np.sin(turn)], 1)
-    s = np.linspace(0, 2 * np.pi, 40, endpoint=False)
-    x = 16 * np.sin(s) ** 3
-    y = 13 * np.cos(s) - 5 * np.cos(2 * s) - 2 * np.cos(3 * s) - np.cos(4 * s)
-    return np.stack([x, -y - 2.5], 1) / 15.0
-
-
 def distance_field(shape: str) -> np.ndarray:
     """Signed distance [TEMPLATE, TEMPLATE] to the unit shape, negative inside."""
     axis = np.linspace(-REACH, REACH, TEMPLATE)
     p = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
     if shape == "circle":
-        return (np.hypot(*p.T) - 0.95).reshape(TEMPLATE, TEMPLATE)
+        return (np.hypot(*p.T) - CIRCLE).reshape(TEMPLATE, TEMPLATE)
     a = polygon(shape)
     b = np.roll(a, -1, 0)
     edge, to_point = b - a, p[:, None] - a
@@ -130,7 +114,10 @@ def phrase(shape: str, colour: str | None, count: int = 1) -> str:
 def record(tag: str, text: str, include: list[dict], total: int) -> dict:
     """A prompt with GenEval metadata. `exclude` refuses one object too many of any kind, hence also stray objects."""
     exclude = [{"class": i["class"], "count": i["count"] + 1} for i in include if i["count"] > 1]
-    return {"text": text, "meta": {"tag": tag, "include": include, "exclude": [*exclude, {"class": "any", "count": total + 1}]}}
+    return {
+        "text": text,
+        "meta": {"tag": tag, "include": include, "exclude": [*exclude, {"class": "any", "count": total + 1}]},
+    }
 
 
 def item(shape: str, count: int = 1, colour: str | None = None, position: list | None = None) -> dict:

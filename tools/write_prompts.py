@@ -15,7 +15,14 @@ import numpy as np
 import scenes
 
 FOLDER = Path(__file__).parents[1] / "src/vgrpo/assets/scenes"
-SHARES = {"single_object": 0.05, "colors": 0.10, "counting": 0.20, "two_object": 0.10, "color_attr": 0.30, "position": 0.25}
+SHARES = {
+    "single_object": 0.05,
+    "colors": 0.10,
+    "counting": 0.20,
+    "two_object": 0.10,
+    "color_attr": 0.30,
+    "position": 0.25,
+}
 
 
 def mixed(captions: list[dict], count: int, rng: np.random.Generator) -> list[dict]:

@@ -1,9 +1,9 @@
 """Online reinforcement learning for image and video generators: V-GRPO (arXiv 2604.23380) and any reward.
 
-    import vgrpo
+import vgrpo
 
-    config = vgrpo.load_recipe("tiny", **{"run.steps": 20})
-    run = vgrpo.train(config, rewards=[my_reward])
+config = vgrpo.load_recipe("tiny", **{"run.steps": 20})
+run = vgrpo.train(config, rewards=[my_reward])
 """
 
 from __future__ import annotations

@@ -76,7 +76,11 @@ def save(folder: Path, state: State, *, keep: int) -> Path:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, lowest step first."""
-    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := NAME.fullmatch(p.name)) and (p / "manifest.json").is_file()]
+    found = [
+        (int(m[1]), p)
+        for p in folder.glob("step_*")
+        if (m := NAME.fullmatch(p.name)) and (p / "manifest.json").is_file()
+    ]
     return [p for _, p in sorted(found)]
 
 
@@ -92,7 +96,9 @@ def load(folder: Path) -> State:
     newest = found[-1]
     for name, expected in json.loads((newest / "manifest.json").read_text()).items():
         if not (newest / name).is_file() or digest(newest / name) != expected:
-            raise UserError(f"the checkpoint {newest} is damaged ({name}); delete its folder to resume from the one before")
+            raise UserError(
+                f"the checkpoint {newest} is damaged ({name}); delete its folder to resume from the one before"
+            )
     facts = json.loads((newest / "state.json").read_text())
     tensors = {name: load_file(newest / f"{name}.safetensors") for name in ("weights", "averaged", "moments")}
     return State(step=facts["step"], updates=facts["updates"], facts=facts["facts"], **tensors)
@@ -107,7 +113,9 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.nn.
     return out
 
 
-def restore_moments(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.nn.Parameter], moments: Mapping[str, Tensor]) -> None:
+def restore_moments(
+    optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.nn.Parameter], moments: Mapping[str, Tensor]
+) -> None:
     """Puts back what `moments_of` gave."""
     for key, value in moments.items():
         name, entry = key.rsplit("|", 1)

@@ -20,7 +20,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Align an image or video generator with your reward, by V-GRPO.",
 )
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the recipe's.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the recipe's.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -61,7 +63,9 @@ def sample(
     prompt: Annotated[list[str], typer.Option(help="What to draw; give it again for more prompts.")],
     images: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 4,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
-    base: Annotated[bool, typer.Option("--base", help="Put the base model's pictures beside, on the same seeds.")] = False,
+    base: Annotated[
+        bool, typer.Option("--base", help="Put the base model's pictures beside, on the same seeds.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("samples.png"),
 ) -> None:
     """Draw pictures with a trained policy. Example: [bold]vgrpo sample runs/tiny --prompt "two red stars" --base[/bold]"""
@@ -77,10 +81,16 @@ def sample(
     rows = []
     for weights in ([None] if base else []) + [trained.weights]:
         with trained.policy.using(weights):
-            rows.append(generate(trained.policy, prompts, range(len(prompts)), group_size=images, micro_batch=64, seed=seed, step=0).images)
+            rows.append(
+                generate(
+                    trained.policy, prompts, range(len(prompts)), group_size=images, micro_batch=64, seed=seed, step=0
+                ).images
+            )
     side_by_side = torch.cat([r.unflatten(0, (len(prompts), images)) for r in rows], 1).flatten(0, 1)
     save_grid(side_by_side, out, columns=images * len(rows))
-    typer.echo(f"{out}: one row per prompt" + (f", {images} by the base model, then {images} by the tuned one" if base else ""))
+    typer.echo(
+        f"{out}: one row per prompt" + (f", {images} by the base model, then {images} by the tuned one" if base else "")
+    )
 
 
 @app.command("eval")

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vgrpo.errors import UserError
 from vgrpo.objectives import OBJECTIVES
 from vgrpo.objectives.vgrpo import VGRPO
-from vgrpo.rewards import REWARDS, load as load_reward
+from vgrpo.rewards import REWARDS
+from vgrpo.rewards import load as load_reward
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -199,9 +200,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def draws_fit_schedule(self) -> Config:
-        if self.objective.times == "stratified" and self.objective.schedule_steps is None and self.objective.draws > self.rollout.steps:
+        if (
+            self.objective.times == "stratified"
+            and self.objective.schedule_steps is None
+            and self.objective.draws > self.rollout.steps
+        ):
             raise ValueError(
-                f"objective.draws={self.objective.draws} strata need a schedule of as many steps, rollout.steps={self.rollout.steps}; "
+                f"objective.draws={self.objective.draws} strata need a schedule of as many steps, "
+                f"rollout.steps={self.rollout.steps}; "
                 f"use fewer draws or set objective.schedule_steps"
             )
         return self
@@ -263,13 +269,17 @@ def load_recipe(name_or_path: str | Path, **overrides: Any) -> Config:
     elif str(name_or_path) in recipes():
         text = (importlib.resources.files("vgrpo") / "recipes" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
     else:
-        raise UserError(f"no recipe {name_or_path!r}{nearest(str(name_or_path), recipes())}; there are: {', '.join(recipes())}")
+        raise UserError(
+            f"no recipe {name_or_path!r}{nearest(str(name_or_path), recipes())}; there are: {', '.join(recipes())}"
+        )
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{name_or_path} is not YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{name_or_path} must hold sections such as model: and prompts:, it holds {type(settings).__name__}")
+        raise UserError(
+            f"{name_or_path} must hold sections such as model: and prompts:, it holds {type(settings).__name__}"
+        )
     for key, value in overrides.items():
         put(settings, key, value)
     return parse(settings)
@@ -354,7 +364,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f", did you mean {match[0]!r}?" if match else ""
 
 
-ALIASES = {"num_generations": "group_size", "n": "draws", "learning_rate": "lr", "beta": "kl_weight", "clip_range": "clip"}
+ALIASES = {
+    "num_generations": "group_size",
+    "n": "draws",
+    "learning_rate": "lr",
+    "beta": "kl_weight",
+    "clip_range": "clip",
+}
 
 
 def describe(error: Any, valid: list[str], prefix: tuple[str, ...] = ()) -> str:

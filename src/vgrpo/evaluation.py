@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vgrpo.rewards import score
 from vgrpo.rollout import generate
+from vgrpo.run import save_grid
 from vgrpo.statistics import by_tag
 from vgrpo.types import Policy, Prompt, Reward
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def evaluate(
@@ -48,24 +46,22 @@ def evaluate(
     )
     rows_of = [p for p in mine for _ in range(images_per_prompt)]
     scores = {name: score(name, reward, rollouts.images, rows_of).tolist() for name, reward in rewards.items()}
-    own = [
-        {
-            "place": slots[i // images_per_prompt] * images_per_prompt + i % images_per_prompt,
-            "prompt_id": prompt.id,
-            "text": prompt.text,
-            "tag": prompt.meta.get("tag"),
-            "seed": rollouts.seeds[i],
-            "scores": {name: values[i] for name, values in scores.items()},
-        }
-        for i, prompt in enumerate(rows_of)
-    ]
     every = -(-len(prompts) // pictures) if pictures else 0
     folder.mkdir(parents=True, exist_ok=True)
-    for row, image in zip(own, rollouts.images, strict=True):
-        slot, member = divmod(row["place"], images_per_prompt)
-        row["image"] = f"{row['place']:05d}.png" if every and member == 0 and slot % every == 0 else None
-        if row["image"]:
-            save_picture(image, folder / row["image"])
+    own = []
+    for i, prompt in enumerate(rows_of):
+        slot, member = slots[i // images_per_prompt], i % images_per_prompt
+        place = slot * images_per_prompt + member
+        picture = f"{place:05d}.png" if every and member == 0 and slot % every == 0 else None
+        if picture:
+            save_grid(rollouts.images[i : i + 1], folder / picture, columns=1)
+        row = {"place": place, "prompt_id": prompt.id, "text": prompt.text, "tag": prompt.meta.get("tag")}
+        row |= {
+            "seed": rollouts.seeds[i],
+            "scores": {name: values[i] for name, values in scores.items()},
+            "image": picture,
+        }
+        own.append(row)
     rows = sorted(gather(own), key=lambda row: row["place"])
     if share[0] == 0:
         (folder / "scores.json").write_text(json.dumps({"rows": rows}))
@@ -80,10 +76,3 @@ def evaluate(
 def scores_of(rows: Sequence[Mapping[str, Any]], name: str, images_per_prompt: int = 1) -> NDArray[np.float64]:
     """One reward of the rows of a `scores.json` as [K, images_per_prompt], first axis = prompt."""
     return np.array([r["scores"][name] for r in rows], dtype=np.float64).reshape(-1, images_per_prompt)
-
-
-def save_picture(image: Tensor, path: Path) -> None:
-    """Writes uint8 [3, H, W] as a PNG."""
-    from PIL import Image
-
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)

@@ -46,7 +46,9 @@ def open_run(folder: Path) -> Trained:
     return Trained(config=config, policy=policy, weights=state.averaged or state.weights)
 
 
-def compare(trained: Trained, *, prompts_file: str | None, limit: int | None, images: int, out: Path) -> list[dict[str, Any]]:
+def compare(
+    trained: Trained, *, prompts_file: str | None, limit: int | None, images: int, out: Path
+) -> list[dict[str, Any]]:
     """Base against tuned on the same prompts and seeds; one row per reward with the paired 95 % interval."""
     config = trained.config
     source = prompts_file or config.prompts.test
@@ -71,8 +73,12 @@ def compare(trained: Trained, *, prompts_file: str | None, limit: int | None, im
     for name in rewards:
         before, after = scores_of(base, name, images), scores_of(tuned, name, images)
         gain = paired_bootstrap(before, after)
-        rows.append({"reward": name, "base": float(before.mean()), "tuned": float(after.mean()), "gain": gain._asdict()})
-    (out / "comparison.json").write_text(json.dumps({"prompts": len(prompts), "images": images, "rows": rows}, indent=2))
+        rows.append(
+            {"reward": name, "base": float(before.mean()), "tuned": float(after.mean()), "gain": gain._asdict()}
+        )
+    (out / "comparison.json").write_text(
+        json.dumps({"prompts": len(prompts), "images": images, "rows": rows}, indent=2)
+    )
     return rows
 
 
@@ -84,5 +90,11 @@ def table(rows: list[dict[str, Any]]) -> None:
     out = Table("reward", "base", "tuned", "gain", "95 % interval")
     for row in rows:
         gain = row["gain"]
-        out.add_row(row["reward"], f"{row['base']:.4f}", f"{row['tuned']:.4f}", f"{gain['mean']:+.4f}", f"{gain['low']:+.4f} … {gain['high']:+.4f}")
+        out.add_row(
+            row["reward"],
+            f"{row['base']:.4f}",
+            f"{row['tuned']:.4f}",
+            f"{gain['mean']:+.4f}",
+            f"{gain['low']:+.4f} … {gain['high']:+.4f}",
+        )
     Console(width=100).print(out)

@@ -36,7 +36,9 @@ class Progress:
         self.bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bars.stop()
 
     def part(self, name: str, pictures: int) -> None:
@@ -52,8 +54,16 @@ class Progress:
     def line(self, step: int, row: dict[str, float]) -> None:
         """The summary of a finished step."""
         self.bars.update(self.run, completed=step)
-        parts = [f"{k.split('/')[1]} {v:.3f}" for k, v in row.items() if k.startswith("reward/") and k.count("/") == 2 and k.endswith("mean")]
-        ratio = f", ratio {row['ratio/mean']:.4f}±{row['ratio/std']:.4f}, clipped {row['clip_fraction']:.0%}" if "ratio/mean" in row else ""
+        parts = [
+            f"{k.split('/')[1]} {v:.3f}"
+            for k, v in row.items()
+            if k.startswith("reward/") and k.count("/") == 2 and k.endswith("mean")
+        ]
+        ratio = (
+            f", ratio {row['ratio/mean']:.4f}±{row['ratio/std']:.4f}, clipped {row['clip_fraction']:.0%}"
+            if "ratio/mean" in row
+            else ""
+        )
         self.show(
             f"step {step:>4}  reward {row['reward/mean']:.4f} ({', '.join(parts)}){ratio}, "
             f"|grad| {row.get('grad_norm', 0):.3f}, {row['images'] / row['seconds']:.0f} pictures/s"
@@ -61,4 +71,6 @@ class Progress:
 
     def evaluated(self, step: int, row: dict[str, Any]) -> None:
         """The summary of an evaluation."""
-        self.show(f"held out after step {step}: " + ", ".join(f"{name} {mean:.4f}" for name, mean in row["scores"].items()))
+        self.show(
+            f"held out after step {step}: " + ", ".join(f"{name} {mean:.4f}" for name, mean in row["scores"].items())
+        )

@@ -69,5 +69,12 @@ def generate(
         x0.append(latents)
         advance(len(rows))
     return Rollouts(
-        prompts=prompts, slots=slots, x0=torch.cat(x0), images=torch.cat(images), cond=cond, seeds=seeds, group_size=group_size, step=step
+        prompts=prompts,
+        slots=slots,
+        x0=torch.cat(x0),
+        images=torch.cat(images),
+        cond=cond,
+        seeds=seeds,
+        group_size=group_size,
+        step=step,
     )

@@ -95,8 +95,15 @@ def create(config: Config) -> Run:
         run = Run(folder)
         (folder / "config.yaml").write_text(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True))
     except OSError as error:
-        raise UserError(f"run.folder: cannot write {base}: {error.strerror}; choose another with run.folder=...") from error
-    run.describe(name=folder.name, started=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(), hardware=hardware())
+        raise UserError(
+            f"run.folder: cannot write {base}: {error.strerror}; choose another with run.folder=..."
+        ) from error
+    run.describe(
+        name=folder.name,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        hardware=hardware(),
+    )
     return run
 
 
@@ -115,7 +122,13 @@ def hardware() -> dict[str, Any]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"machine": platform.machine(), "cpu": cpu_name(), "cores": cores, "threads": torch.get_num_threads(), "gpus": gpus}
+    return {
+        "machine": platform.machine(),
+        "cpu": cpu_name(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+    }
 
 
 def cpu_name() -> str:
@@ -128,12 +141,11 @@ def cpu_name() -> str:
 
 def save_grid(images: Tensor, path: Path, columns: int) -> None:
     """Writes pictures uint8 [N, 3, H, W] as one PNG, row by row."""
-    from diffusers.utils import make_image_grid
     from PIL import Image
 
-    tiles: list[Image.Image] = [Image.fromarray(i.permute(1, 2, 0).numpy()) for i in images]
+    tiles = images.unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2)  # row, y, column, x, channel
     path.parent.mkdir(parents=True, exist_ok=True)
-    make_image_grid(tiles, rows=len(tiles) // columns, cols=columns).save(path)
+    Image.fromarray(tiles.flatten(2, 3).flatten(0, 1).numpy()).save(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

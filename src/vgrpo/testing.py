@@ -49,7 +49,11 @@ def t5_tokenizer(length: int = 32) -> Any:
 def clip_text_encoder(tokenizer: Any, width: int) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    ends = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     size = {"hidden_size": width, "intermediate_size": 2 * width, "projection_dim": width}
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -63,7 +67,12 @@ def clip_text_encoder(tokenizer: Any, width: int) -> Any:
 
 
 def mini_sd3() -> Any:
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
     from transformers import T5Config, T5EncoderModel
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()

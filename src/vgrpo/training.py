@@ -131,13 +131,20 @@ def step(job: Job, progress: Progress) -> dict[str, float]:
     if job.accelerator.is_main_process and job.steps % config.run.sample_every == 0:
         save_samples(job, rollouts, rewards)
     seconds = perf_counter() - begin
-    timing = {f"time/{k}": clock.seconds.get(k, 0.0) for k in ("encode", "rollout", "decode", "reward", "old", "update")}
-    return reward_metrics(rewards) | metrics | timing | {
-        "images": config.images_per_step,
-        "network_calls": (policy.calls - calls) * job.accelerator.num_processes,
-        "seconds": seconds,
-        "time/rest": seconds - sum(timing.values()),
+    timing = {
+        f"time/{k}": clock.seconds.get(k, 0.0) for k in ("encode", "rollout", "decode", "reward", "old", "update")
     }
+    return (
+        reward_metrics(rewards)
+        | metrics
+        | timing
+        | {
+            "images": config.images_per_step,
+            "network_calls": (policy.calls - calls) * job.accelerator.num_processes,
+            "seconds": seconds,
+            "time/rest": seconds - sum(timing.values()),
+        }
+    )
 
 
 def judge(job: Job, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rewards:
@@ -145,7 +152,9 @@ def judge(job: Job, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rewards:
     size = rollouts.group_size
     rows = [prompt for prompt in rollouts.prompts for _ in range(size)]
     mine = {name: score(name, reward, rollouts.images, rows).view(-1, size) for name, reward in job.rewards.items()}
-    gathered = gather_object([(slot, {name: v[i] for name, v in mine.items()}) for i, slot in enumerate(rollouts.slots)])
+    gathered = gather_object(
+        [(slot, {name: v[i] for name, v in mine.items()}) for i, slot in enumerate(rollouts.slots)]
+    )
     by_slot = dict(gathered)
     parts = {name: torch.stack([by_slot[s][name] for s in range(len(prompts))]) for name in job.rewards}
     weights = {name: entry.weight for name, entry in job.config.rewards.items()}
@@ -208,13 +217,25 @@ def update(
     for number in range(settings.passes):
         order = torch.randperm(len(everyone), generator=generator(config.run.seed, job.steps, "order", number)).tolist()
         for group_slots in chunks(order, len(order) // settings.per_rollout):
-            trained = everyone[group_slots] != 0 if not config.objective.kl_weight else torch.ones_like(everyone[group_slots])
+            trained = (
+                everyone[group_slots] != 0 if not config.objective.kl_weight else torch.ones_like(everyone[group_slots])
+            )
             first = not rows_out
             if not trained.any():
                 continue  # no group has a spread: there is nothing to learn from, and weight decay must not act alone
             with clock("update"):
                 rows = [own[s] * size + m for s in group_slots if s in own for m in range(size)]
-                stats = accumulate(job, rollouts, draws, torch.tensor(rows, dtype=torch.long), advantages, old, len(group_slots) * size, first, progress)
+                stats = accumulate(
+                    job,
+                    rollouts,
+                    draws,
+                    torch.tensor(rows, dtype=torch.long),
+                    advantages,
+                    old,
+                    len(group_slots) * size,
+                    first,
+                    progress,
+                )
                 if first:
                     refuse_ratio(job, stats, rollouts)
                 rows_out.append(summarise(stats, job) | descend(job, rollouts))
@@ -253,7 +274,7 @@ def accumulate(
     """
     config, objective = job.config, job.config.objective
     learnt = rows if objective.kl_weight else rows[(advantages[rows.to(advantages.device)] != 0).cpu()]
-    out = []
+    out: list[Stats] = []
     for part in learnt.split(config.update.micro_batch):
         if not len(part):
             continue
@@ -262,7 +283,9 @@ def accumulate(
             with torch.no_grad():
                 error, _ = objective.score(job.policy, batch.first_draw(), joint=config.update.joint_draws)
             batch = replace(batch, error_old=error)
-        out.append(objective.backward(job.policy, batch, first=first, joint=config.update.joint_draws, weight=1 / images))
+        out.append(
+            objective.backward(job.policy, batch, first=first, joint=config.update.joint_draws, weight=1 / images)
+        )
     progress.advance(images)
     return out
 
@@ -271,7 +294,9 @@ def batch_of(rollouts: Rollouts, draws: Draws, rows: Tensor, advantages: Tensor,
     """The given rows of a step; their noise is made again from its identity."""
     sets, place = draws.set_of_row[rows].unique(return_inverse=True)
     shape = rollouts.x0.shape[1:]
-    eps = torch.stack([noise([(*draws.identities[s], "noise", j) for s in sets.tolist()], shape)[place] for j in range(len(draws.t))])
+    eps = torch.stack(
+        [noise([(*draws.identities[s], "noise", j) for s in sets.tolist()], shape)[place] for j in range(len(draws.t))]
+    )
     device = rollouts.x0.device
     return Batch(
         x0=rollouts.x0[rows.to(device)],
@@ -292,7 +317,9 @@ def descend(job: Job, rollouts: Rollouts) -> dict[str, float]:
     norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm)
     if not norm.isfinite():
         ids = [p.id for p in rollouts.prompts]
-        raise RunError(f"step {job.steps + 1}: the gradient is not finite; no update was made. Prompts of the step: {ids}")
+        raise RunError(
+            f"step {job.steps + 1}: the gradient is not finite; no update was made. Prompts of the step: {ids}"
+        )
     rate = learning_rate(job.config, job.updates)
     for group in job.optimizer.param_groups:
         group["lr"] = rate
@@ -309,14 +336,13 @@ def descend(job: Job, rollouts: Rollouts) -> dict[str, float]:
 
 def sum_gradients(accelerator: Accelerator, weights: Sequence[torch.nn.Parameter]) -> None:
     """Adds up the gradients of all processes in one message."""
-    for p in weights:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    if accelerator.num_processes == 1:
-        return
-    flat = accelerator.reduce(torch.cat([p.grad.flatten() for p in weights]), reduction="sum")
-    for p, part in zip(weights, flat.split([p.numel() for p in weights]), strict=True):
-        p.grad.copy_(part.view_as(p))
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+    if accelerator.num_processes > 1:
+        flat = accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
+        parts = flat.split([g.numel() for g in gradients])
+        gradients = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+    for p, g in zip(weights, gradients, strict=True):
+        p.grad = g
 
 
 def learning_rate(config: Config, update: int) -> float:
@@ -336,7 +362,9 @@ def refuse_non_finite(rollouts: Rollouts) -> None:
     bad = ~rollouts.x0.isfinite().flatten(1).all(1)
     if bad.any():
         ids = sorted({rollouts.prompts[r // rollouts.group_size].id for r in bad.nonzero().flatten().tolist()})
-        raise RunError(f"step {rollouts.step + 1}: sampled latents are not finite for prompts {ids}; nothing was trained on")
+        raise RunError(
+            f"step {rollouts.step + 1}: sampled latents are not finite for prompts {ids}; nothing was trained on"
+        )
 
 
 def refuse_ratio(job: Job, stats: Sequence[Stats], rollouts: Rollouts) -> None:
@@ -346,7 +374,8 @@ def refuse_ratio(job: Job, stats: Sequence[Stats], rollouts: Rollouts) -> None:
     clip = job.config.objective.clip
     if not off <= tolerance:
         raise RunError(
-            f"step {job.steps + 1}: before any update the ratio of new to old policy is off 1 by {off:.2e}, more than {tolerance:.0e}: "
+            f"step {job.steps + 1}: before any update the ratio of new to old policy is off 1 by {off:.2e}, "
+            f"more than {tolerance:.0e}: "
             f"old and new scores disagree (precision, mode, micro-batch or schedule). Nothing was trained on this step"
         )
     if clip and job.config.update.total > 1 and off > clip:
@@ -360,7 +389,14 @@ def summarise(stats: Sequence[Stats], job: Job) -> dict[str, float]:
     else:
         ratio = torch.cat([s.log_ratio for s in stats]).double().exp()
         columns = [torch.cat([getattr(s, key) for s in stats]).double().sum() for key in ("clipped", "kl", "error")]
-        own = torch.stack([torch.tensor(float(len(ratio))).double(), ratio.sum().cpu(), (ratio**2).sum().cpu(), *[c.cpu() for c in columns]])
+        own = torch.stack(
+            [
+                torch.tensor(float(len(ratio))).double(),
+                ratio.sum().cpu(),
+                (ratio**2).sum().cpu(),
+                *[c.cpu() for c in columns],
+            ]
+        )
     worst = max((s.log_ratio.expm1().abs().max().item() for s in stats), default=0.0)
     everyone = gather_object([(own, worst)])
     count, total, square, clipped, kl, error = torch.stack([o for o, _ in everyone]).sum(0).tolist()
@@ -400,14 +436,20 @@ def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None) -> 
     train_prompts = as_prompts(prompts) if prompts is not None else read_prompts(config.prompts.train, split="train")
     if config.prompts.tags:
         train_prompts = keep(train_prompts, config.prompts.tags)
-    test_prompts = spread(read_prompts(config.prompts.test, split="test"), config.evaluation.prompts) if config.prompts.test else ()
+    test_prompts = (
+        spread(read_prompts(config.prompts.test, split="test"), config.evaluation.prompts)
+        if config.prompts.test
+        else ()
+    )
     for name, reward in {**evaluated, **functions}.items():
         probe(name, reward, train_prompts[:2])
 
     trackers = list(config.run.trackers)
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(Path(config.run.folder)))
     if accelerator.num_processes > config.prompts.per_step:
-        raise UserError(f"{accelerator.num_processes} processes but prompts.per_step={config.prompts.per_step}: each process needs a prompt")
+        raise UserError(
+            f"{accelerator.num_processes} processes but prompts.per_step={config.prompts.per_step}: each process needs a prompt"
+        )
     run = Run(resume) if resume else shared(accelerator, lambda: create(config))
     state = checkpoint.load(run.checkpoints) if resume else None
     if state and (changed := {k for k, v in facts(config).items() if state.facts.get(k) != v}):
@@ -440,16 +482,24 @@ def with_functions(config: Config, rewards: Any) -> tuple[Config, dict[str, Rewa
     """Settings and reward objects when functions were passed to `train`."""
     if rewards is None:
         if not config.rewards:
-            raise UserError("rewards: the recipe has none and train() was given none; add one such as rewards.shapes.weight=1")
+            raise UserError(
+                "rewards: the recipe has none and train() was given none; add one such as rewards.shapes.weight=1"
+            )
         return config, {}
-    named = dict(rewards) if isinstance(rewards, Mapping) else {getattr(r, "__name__", type(r).__name__): r for r in rewards}
+    named = (
+        dict(rewards)
+        if isinstance(rewards, Mapping)
+        else {getattr(r, "__name__", type(r).__name__): r for r in rewards}
+    )
     unknown = [n for n, r in named.items() if not callable(r)]
     if unknown or not named:
         raise UserError(f"rewards: expected functions of (images, prompts), got {unknown or 'none'}")
     from vgrpo.config import RewardEntry
 
     entries = {name: config.rewards.get(name, RewardEntry()) for name in named}
-    evaluation = config.evaluation if config.evaluation.main in named else config.evaluation.model_copy(update={"main": None})
+    evaluation = (
+        config.evaluation if config.evaluation.main in named else config.evaluation.model_copy(update={"main": None})
+    )
     return config.model_copy(update={"rewards": entries, "evaluation": evaluation}), named
 
 
@@ -570,7 +620,8 @@ def header(job: Job) -> str:
     lines = [
         f"run       {job.run.folder}" + (f", resumed after step {job.steps}" if job.steps else ""),
         f"model     {c.model.path}, {adapted}{total:,} weights trained in {c.adapter.kind} mode",
-        f"step      {c.prompts.per_step} prompts × {c.rollout.group_size} pictures, {c.update.total} updates, {job.accelerator.num_processes} process(es)",
+        f"step      {c.prompts.per_step} prompts × {c.rollout.group_size} pictures, {c.update.total} updates, "
+        f"{job.accelerator.num_processes} process(es)",
         f"advantage scale {c.advantages.scale}, {c.advantages.combine} of {', '.join(job.rewards)}",
         f"prompts   {len(job.train_prompts)} for training, {len(job.test_prompts)} held out",
     ]

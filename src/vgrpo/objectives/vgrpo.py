@@ -57,6 +57,7 @@ class VGRPO(BaseModel):
     def draw(self, schedule: Tensor, slots: Sequence[int], group_size: int, *, seed: int, step: int) -> Draws:
         """The pairs of one step for the prompts in `slots`, on the times `schedule` [K], 0 = data."""
         rows = len(slots) * group_size
+        sets: list[tuple]
         if self.share == "batch":
             sets, set_of_row = [("batch",)], torch.zeros(rows, dtype=torch.long)
         elif self.share == "group":
@@ -129,7 +130,12 @@ class VGRPO(BaseModel):
             errors.append(error.detach())
             kls.append(kl.detach())
         error = torch.stack(errors)
-        return Stats(log_ratio=self.measured_log_ratio(error, batch), clipped=clipped.float(), kl=torch.stack(kls).mean(0), error=error.mean(0))
+        return Stats(
+            log_ratio=self.measured_log_ratio(error, batch),
+            clipped=clipped.float(),
+            kl=torch.stack(kls).mean(0),
+            error=error.mean(0),
+        )
 
     def measured_log_ratio(self, error: Tensor, batch: Batch) -> Tensor:
         """L_old − L [B] over the draws for which θ_old was scored; 0 where it was not."""

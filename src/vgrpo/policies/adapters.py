@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -35,10 +35,12 @@ def add_lora(net: torch.nn.Module, settings: Adapter, targets: tuple[str, ...], 
         raise UserError(f"adapter.targets: none of {list(wanted)} is a linear layer of this network; there are {tails}")
     if idle:
         log.warning("adapter.targets: %s match no module of this network", ", ".join(idle))
-    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(wanted), init_lora_weights="gaussian")
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(wanted), init_lora_weights="gaussian"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net.add_adapter(config, adapter_name=POLICY)
+        cast(Any, net).add_adapter(config, adapter_name=POLICY)
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -50,7 +50,9 @@ class Pipeline:
                 part.requires_grad_(False).eval()  # eval throughout: dropout would make old and new scores disagree
         self.adapted = 0
         if config.adapter.kind == "lora":
-            self.adapted = add_lora(self.net, config.adapter, self.family.lora_targets, seed_of(config.run.seed, "adapter"))
+            self.adapted = add_lora(
+                self.net, config.adapter, self.family.lora_targets, seed_of(config.run.seed, "adapter")
+            )
         else:
             self.net.float().requires_grad_(True)
         if config.model.gradient_checkpointing:
@@ -93,7 +95,9 @@ class Pipeline:
 
     def noise(self, seeds: Iterable[int]) -> Tensor:
         """Initial noise [N, *latent], each row from its own seed exactly as the stock pipeline draws it."""
-        return torch.cat([torch.randn(1, *self.latent_shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
+        return torch.cat(
+            [torch.randn(1, *self.latent_shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
+        )
 
     def sample(self, noise: Tensor, cond: Cond) -> Tensor:
         """Finished latents [N, *latent] float32 by the stock pipeline call."""
@@ -125,7 +129,9 @@ class Pipeline:
         latents = self.family.unscale(self.pipe, x0.to(self.device)).to(self.pipe.vae.dtype)
         pixels = self.pipe.vae.decode(latents, return_dict=False)[0]
         if not pixels.isfinite().all():
-            raise RunError(f"the VAE decoder ({self.pipe.vae.dtype}) gave pixels that are not finite; use model.dtype=float32")
+            raise RunError(
+                f"the VAE decoder ({self.pipe.vae.dtype}) gave pixels that are not finite; use model.dtype=float32"
+            )
         return (pixels.float() / 2 + 0.5).clamp(0, 1).mul(255).round().byte().cpu()
 
     def predict(self, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
@@ -152,10 +158,14 @@ class Pipeline:
         mine = self.trainable
         if set(mine) != set(weights):
             odd = sorted(set(mine) ^ set(weights))[:3]
-            raise UserError(f"these weights belong to another adapter: {len(mine)} tensors expected, {len(weights)} came, e.g. {odd}")
+            raise UserError(
+                f"these weights belong to another adapter: {len(mine)} tensors expected, {len(weights)} came, e.g. {odd}"
+            )
         for name, p in mine.items():
             if p.shape != weights[name].shape:
-                raise UserError(f"{name} has shape {tuple(weights[name].shape)}, expected {tuple(p.shape)}; is the rank another?")
+                raise UserError(
+                    f"{name} has shape {tuple(weights[name].shape)}, expected {tuple(p.shape)}; is the rank another?"
+                )
             p.copy_(weights[name])
 
     def export(self, folder: Path) -> None:
@@ -189,20 +199,29 @@ def find(path: str, revision: str | None = None) -> tuple[str, str]:
     if folder.is_dir():
         index = folder / "model_index.json"
         if not index.is_file():
-            raise UserError(f"model.path: {folder} is no diffusers pipeline: it has no model_index.json; give the pipeline's top folder")
+            raise UserError(
+                f"model.path: {folder} is no diffusers pipeline: it has no model_index.json; give the pipeline's top folder"
+            )
         parts = json.loads(index.read_text())
         missing = [k for k, v in parts.items() if isinstance(v, list) and v[0] and not (folder / k).is_dir()]
         if missing:
-            raise UserError(f"model.path: {folder} is incomplete: {', '.join(missing)} missing; download the pipeline again")
+            raise UserError(
+                f"model.path: {folder} is incomplete: {', '.join(missing)} missing; download the pipeline again"
+            )
         return str(folder), parts["_class_name"]
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"model.path: there is no folder {path}; give a pipeline folder or a hub name such as stabilityai/stable-diffusion-3.5-medium")
+        raise UserError(
+            f"model.path: there is no folder {path}; give a pipeline folder or a hub name such as "
+            "stabilityai/stable-diffusion-3.5-medium"
+        )
     from diffusers import DiffusionPipeline
 
     try:
         return path, DiffusionPipeline.load_config(path, revision=revision)["_class_name"]
     except OSError as error:
-        raise UserError(f"model.path: {path} is no local folder and cannot be read from the hub:\n  {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"model.path: {path} is no local folder and cannot be read from the hub:\n  {str(error).splitlines()[0]}"
+        ) from None
 
 
 def family_of(class_name: str, path: str) -> Any:
@@ -229,7 +248,9 @@ def check(config: Config) -> None:
         size = getattr(config.model, side)
         if size % step:
             near = sorted({max(step, size // step * step), (size // step + 1) * step})
-            raise UserError(f"model.{side}={size} is no multiple of {step}, as this model needs; nearest: {' or '.join(map(str, near))}")
+            raise UserError(
+                f"model.{side}={size} is no multiple of {step}, as this model needs; nearest: {' or '.join(map(str, near))}"
+            )
 
 
 def open_pipeline(config: Config, folder: str) -> Any:
@@ -257,7 +278,9 @@ def make_scheduler(own: Any, sampler: str, shift: float | None) -> Any:
         return own if shift is None else type(own).from_config(own.config, shift=shift)
     name, flags = SAMPLERS[sampler]
     if own.config.get("use_dynamic_shifting") and "flow_shift" in str(flags):
-        raise UserError(f"rollout.sampler={sampler} does not follow this model's resolution-dependent shift; use pipeline or euler")
+        raise UserError(
+            f"rollout.sampler={sampler} does not follow this model's resolution-dependent shift; use pipeline or euler"
+        )
     value = shift if shift is not None else own.config.get("shift", own.config.get("flow_shift", 1.0))
     flags = flags | ({"flow_shift": value} if "use_flow_sigmas" in flags else {"shift": value})
     return getattr(diffusers, name).from_config(own.config, **flags)
