@@ -64,8 +64,8 @@ def test_controls_that_cannot_act_are_named() -> None:
         ("optimizer.lr", "fast", "optimizer.lr: .*got 'fast'"),
         ("update.per_rollout", 5, "update.per_rollout=5 must divide prompts.per_step=32"),
         ("objective.draws", 20, "objective.draws=20 strata need a schedule"),
-        ("rewards.strict", {"kind": "shape"}, "shapes"),
-        ("rewards.strict.mod", "strict", "rewards.strict.mod: no such setting, did you mean 'mode'"),
+        ("rewards.scene", {"kind": "shape"}, "shapes"),
+        ("rewards.scene.mod", "strict", "rewards.scene.mod: no such setting, did you mean 'mode'"),
         ("evaluation.main", "other", "evaluation.main='other'"),
         ("run.steps", None, "run.steps"),
     ],
@@ -83,7 +83,7 @@ def test_all_mistakes_at_once() -> None:
         "update.y": 3,
         "optimizer.lr": -1,
         "rollout.group_size": 1,
-        "rewards.strict.z": 4,
+        "rewards.scene.z": 4,
     }
     with pytest.raises(UserError) as caught:
         load_recipe("tiny", **wrong)

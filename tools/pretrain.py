@@ -41,13 +41,21 @@ from transformers import (
     T5Tokenizer,
 )
 
+from vgrpo.config import load_recipe
+from vgrpo.evaluation import evaluate
+from vgrpo.policies.pipeline import Pipeline
+from vgrpo.prompts import read_prompts
+from vgrpo.rewards.shapes import Shapes
 from vgrpo.testing import t5_tokenizer
 
 ASSET = Path(__file__).parents[1] / "src/vgrpo/assets/tiny-sd3"
+STAGES = ("data", "vae", "transformer", "assemble", "accuracy")
 TOKENS = 12
 """Text tokens: the longest caption has 10 with its two ends."""
 WRONG = 0.4
 """Share of training captions that belong to another picture."""
+PARTS = ("transformer", "text_encoder", "text_encoder_2")
+"""What is trained together, in folders of these names."""
 DROPPED = 0.1
 """Share of empty captions, for classifier-free guidance."""
 TAG_WEIGHTS = {
@@ -254,8 +262,11 @@ def new_transformer() -> SD3Transformer2DModel:
     )
 
 
-def transformer(work: Path, minutes: float = 60.0, batch: int = 256) -> None:
-    """Flow matching for `minutes`: uniform t, velocity target, EMA. Caption noise and dropping are drawn anew each time."""
+def transformer(work: Path, minutes: float = 60.0, batch: int = 256, more: bool = False) -> None:
+    """Flow matching for `minutes`: uniform t, velocity target, EMA. Caption noise and dropping are drawn anew each time.
+
+    `more` goes on from the weights in `work`, with half the rate and other draws.
+    """
     torch.manual_seed(0)
     _, chosen = load_images(work)
     kept, _ = training_captions()
@@ -268,17 +279,21 @@ def transformer(work: Path, minutes: float = 60.0, batch: int = 256) -> None:
     texts = [c["text"] for c in kept] + [""]
     ids = tokenizer(texts, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
     nets = torch.nn.ModuleList([new_transformer(), new_text_encoder(tokenizer), new_text_encoder(tokenizer)])
+    peak = 1e-3
+    if more:
+        peak = 5e-4
+        kinds = (SD3Transformer2DModel, CLIPTextModelWithProjection, CLIPTextModelWithProjection)
+        parts = zip(nets, kinds, PARTS, strict=True)
+        for net, kind, name in parts:
+            net.load_state_dict(kind.from_pretrained(work / name).state_dict())
     averaged = torch.optim.swa_utils.AveragedModel(nets, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
-    optimizer = torch.optim.AdamW(nets.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.99))
-    chosen_t, draw = torch.from_numpy(chosen), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(nets.parameters(), lr=peak, weight_decay=0.01, betas=(0.9, 0.99))
+    chosen_t, draw = torch.from_numpy(chosen), torch.Generator().manual_seed(2 if more else 1)
     start, step, done, running = time.time(), 0, 0.0, 0.0
     while done < 1:
         done = (time.time() - start) / (60 * minutes)
-        optimizer.param_groups[0]["lr"] = (
-            1e-3
-            * min(step / 500, 1)
-            * (1 if done < 0.5 else 0.02 + 0.98 * (0.5 + 0.5 * math.cos(2 * math.pi * (min(done, 1) - 0.5))))
-        )
+        fall = 0.5 + 0.5 * math.cos(2 * math.pi * (min(done, 1) - 0.5)) if done > 0.5 else 1.0
+        optimizer.param_groups[0]["lr"] = peak * min(step / 500, 1) * (0.02 + 0.98 * fall)
         rows = torch.randint(len(mean), (batch,), generator=draw)
         x0 = mean[rows] + std[rows] * torch.randn(mean[rows].shape, generator=draw)
         other = chosen_t[torch.randint(len(mean), (batch,), generator=draw)]
@@ -299,7 +314,7 @@ def transformer(work: Path, minutes: float = 60.0, batch: int = 256) -> None:
         if step % 200 == 0:
             log(work, stage="transformer", step=step, seconds=time.time() - start, loss=running)
         if step % 1500 == 1499 or done >= 1:
-            for name, net in zip(("transformer", "text_encoder", "text_encoder_2"), averaged.module, strict=True):
+            for name, net in zip(PARTS, averaged.module, strict=True):
                 net.save_pretrained(work / name)
         step += 1
 
@@ -322,6 +337,21 @@ def assemble(work: Path) -> None:
     pipe.save_pretrained(ASSET)
 
 
+def accuracy(work: Path, folder: Path = ASSET) -> None:
+    """Logs the share of held-out captions drawn wholly right, by category, plain and guided, few steps and many."""
+    prompts = read_prompts("asset:scenes/test.jsonl")
+    for sampler, steps, guidance in (("dpmpp", 6, 1.0), ("euler", 25, 1.0), ("euler", 25, 3.0)):
+        changes = {"model.path": str(folder), "rollout.sampler": sampler, "rollout.steps": steps}
+        policy = Pipeline(load_recipe("tiny", **changes, **{"rollout.guidance": guidance}), torch.device("cpu"))
+        rewards = {"strict": Shapes(mode="strict"), "graded": Shapes(mode="graded")}
+        where = work / f"accuracy/{sampler}-{steps}-{guidance:g}"
+        out = evaluate(
+            policy, prompts, rewards, images_per_prompt=1, micro_batch=100, seed=0, pictures=40, folder=where
+        )
+        by_tag = {tag: round(score[0], 3) for tag, score in out["by_tag"]["strict"].items()}
+        log(work, stage="accuracy", sampler=sampler, steps=steps, guidance=guidance, **out["scores"], by_tag=by_tag)
+
+
 def log(work: Path, **row: object) -> None:
     row = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
     print(row, flush=True)
@@ -331,16 +361,24 @@ def log(work: Path, **row: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["all", "data", "vae", "transformer", "assemble"])
+    parser.add_argument("stage", choices=["all", *STAGES])
     parser.add_argument("--work", type=Path, default=Path("build/pretrain"))
     parser.add_argument("--minutes", type=float, help="how long to train (vae 13, transformer 60)")
+    parser.add_argument("--more", action="store_true", help="go on with the transformer that is in --work")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    extra = {} if args.minutes is None else {"minutes": args.minutes}
-    for name in ("data", "vae", "transformer", "assemble") if args.stage == "all" else (args.stage,):
-        {"data": data, "vae": vae, "transformer": transformer, "assemble": assemble}[name](
-            args.work, **(extra if name in ("vae", "transformer") else {})
-        )
+    minutes = {} if args.minutes is None else {"minutes": args.minutes}
+    stages = STAGES if args.stage == "all" else (args.stage,)
+    if "data" in stages:
+        data(args.work)
+    if "vae" in stages:
+        vae(args.work, **minutes)
+    if "transformer" in stages:
+        transformer(args.work, **minutes, more=args.more)
+    if "assemble" in stages:
+        assemble(args.work)
+    if "accuracy" in stages:
+        accuracy(args.work)
 
 
 if __name__ == "__main__":

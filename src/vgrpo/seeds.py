@@ -10,7 +10,14 @@ from torch import Tensor
 
 
 def seed_of(*identity: int | str) -> int:
-    """A seed in [0, 2⁶³) that depends on nothing but `identity`, such as (seed, step, "rollout", slot, member)."""
+    """A seed in [0, 2⁶³) that depends on nothing but `identity`, such as (seed, step, "rollout", slot, member).
+
+    Raises:
+        TypeError: a part that is not a plain int or str. numpy's 3 prints unlike Python's, so it would be another seed.
+    """
+    odd = [part for part in identity if type(part) not in (int, str)]
+    if odd:
+        raise TypeError(f"an identity is made of int and str, got {odd[0]!r} of type {type(odd[0]).__name__}")
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,4 +1,5 @@
-"""Where on a schedule likelihoods are estimated. A schedule [K] holds the sampler's times; a draw is an index into it."""
+"""Where on a schedule likelihoods are estimated. A schedule [K] holds the sampler's times in [0, 1], 0 = data;
+a draw is an index into it. Indices are on the CPU, as their generator is."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def stratified(schedule: Tensor, draws: int, *, generator: torch.Generator) -> T
 
 
 def uniform(schedule: Tensor, draws: int, *, generator: torch.Generator) -> Tensor:
-    """Indices [draws] int64, independent and each equally likely."""
+    """Indices [draws] int64, independent and each equally likely; what FPO does (arXiv 2507.21053).
+
+    Raises:
+        ValueError: fewer than one draw.
+    """
     if draws < 1:
         raise ValueError(f"need at least one draw, got {draws}")
     return torch.randint(len(schedule), (draws,), generator=generator)
@@ -31,11 +36,15 @@ def uniform(schedule: Tensor, draws: int, *, generator: torch.Generator) -> Tens
 def logit_normal(
     schedule: Tensor, draws: int, *, generator: torch.Generator, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    """Indices [draws] int64 of the times nearest to sigmoid(N(mean, std²)), SD 3's training density (arXiv 2403.03206)."""
+    """Indices [draws] int64 of the times nearest to sigmoid(N(mean, std²)), SD 3's training density (arXiv 2403.03206).
+
+    Raises:
+        ValueError: fewer than one draw.
+    """
     if draws < 1:
         raise ValueError(f"need at least one draw, got {draws}")
     t = torch.sigmoid(mean + std * torch.randn(draws, generator=generator, dtype=torch.float64))
-    return (schedule.double()[None] - t[:, None]).abs().argmin(1)
+    return (schedule.cpu().double()[None] - t[:, None]).abs().argmin(1)
 
 
 TIMES = {"stratified": stratified, "uniform": uniform, "logit_normal": logit_normal}

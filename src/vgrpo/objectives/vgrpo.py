@@ -22,6 +22,7 @@ from torch import Tensor
 from vgrpo.losses import (
     clipped_surrogate,
     matching_error,
+    precise,
     self_normalised_error,
     surrogate_gradient,
     vgrpo_loss,
@@ -82,7 +83,7 @@ class VGRPO(BaseModel):
     def pair_error(self, policy: Policy, x0: Tensor, eps: Tensor, t: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:
         """Error [B] of one pair (t, ε) per row, and the x-prediction [B, *latent] behind it."""
         x_t = policy.path.noisy(x0, eps, t)
-        prediction = policy.predict(x_t, t, cond).float()
+        prediction = precise(policy.predict(x_t, t, cond))
         x0_pred, eps_pred = policy.path.split(x_t, t, prediction)
         match self.weighting:
             case "adaptive":

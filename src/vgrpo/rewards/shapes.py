@@ -53,11 +53,11 @@ class Shapes(BaseModel):
     """Scores pictures against the `include` and `exclude` of their prompts, in [0, 1].
 
     `strict` is 1 where all of it holds and else 0. `graded` is the mean over the single requirements, each with partial
-    credit; it is 1 exactly where `strict` is.
+    credit; it is 1 exactly where `strict` is. `mixed` is the mean of both: partial credit and a prize for the whole.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    mode: Literal["strict", "graded"] = "graded"
+    mode: Literal["strict", "graded", "mixed"] = "graded"
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [N] float64 of `images` uint8 [N, 3, H, W].
@@ -72,8 +72,9 @@ class Shapes(BaseModel):
             raise RunError(f"shapes needs GenEval metadata (`include`) with each prompt; prompts {blind} have none")
         found = detect(images.permute(0, 2, 3, 1).numpy())
         grades = [requirements(things, p.meta) for things, p in zip(found, prompts, strict=True)]
-        scores = [min(g) == 1.0 if self.mode == "strict" else sum(g) / len(g) for g in grades]
-        return torch.tensor(scores, dtype=torch.float64)
+        strict = torch.tensor([min(g) == 1.0 for g in grades], dtype=torch.float64)
+        graded = torch.tensor([sum(g) / len(g) for g in grades], dtype=torch.float64)
+        return {"strict": strict, "graded": graded, "mixed": (strict + graded) / 2}[self.mode]
 
 
 # ------------------------------------------------------------------------------------------------------------- the rules
