@@ -103,7 +103,7 @@ class VPPath:
     def noisy_at(self, x0: Tensor, eps: Tensor, alpha_bar: Tensor | float) -> Tensor:
         """x_t [N, *latent] at ᾱ in [0, 1], for who knows ᾱ and not the time."""
         x0, eps = precise(x0), precise(eps)
-        alpha_bar = per_row(alpha_bar, x0, "alpha_bar")
+        alpha_bar = per_row(alpha_bar, x0, "time or alpha_bar")
         return alpha_bar.sqrt() * x0 + (1 - alpha_bar).sqrt() * eps
 
     def split_at(self, x_t: Tensor, alpha_bar: Tensor | float, prediction: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class VPPath:
         zero terminal SNR ends: x0 is infinite or NaN there, and loses digits as 1/√ᾱ on the way.
         """
         x_t, prediction = precise(x_t), precise(prediction)
-        alpha_bar = per_row(alpha_bar, x_t, "alpha_bar")
+        alpha_bar = per_row(alpha_bar, x_t, "time or alpha_bar")
         signal, noise = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
         if self.prediction == "eps":
             return (x_t - noise * prediction) / signal, prediction

@@ -71,18 +71,18 @@ def ddim_step(
 ) -> tuple[Tensor, Tensor]:
     """DDIM with noise (arXiv 2010.02502, Eq. 12 and 16) on the variance-preserving path; eta = 1 is DDPO's and DDPM's.
 
-    std = η√((1−ᾱ')/(1−ᾱ)·(1−ᾱ/ᾱ')), mean = √ᾱ'·x̂0 + √(1−ᾱ'−std²)·eps_pred, with 0 < ᾱ < ᾱ' ≤ 1 (`abar`, `abar_next`).
+    std = η√((1−ᾱ')/(1−ᾱ)·(1−ᾱ/ᾱ')), mean = √ᾱ'·x̂0 + √(1−ᾱ'−std²)·eps_pred, with 0 < ᾱ ≤ ᾱ' ≤ 1 (`abar`, `abar_next`).
     The last step, to ᾱ' = 1, has std 0 and no density.
 
     Raises:
-        ValueError: ᾱ does not rise, or eta is outside [0, 1].
+        ValueError: ᾱ falls, or eta is outside [0, 1].
     """
     if not 0 <= eta <= 1:
         raise ValueError(f"eta must be in [0, 1], got {eta:g}")
     x, eps_pred = precise(x), precise(eps_pred)
     now, after = per_row(abar, x, "alpha_bar"), per_row(abar_next, x, "alpha_bar")
-    if not (now < after).all():
-        raise ValueError(f"alpha_bar must rise from {now.max().item():g} to the next, got {after.min().item():g}")
+    if not (now <= after).all():
+        raise ValueError(f"alpha_bar must not fall, got {now.max().item():g} and next {after.min().item():g}")
     std = eta * ((1 - after) / (1 - now) * (1 - now / after)).sqrt()
     x0 = (x - (1 - now).sqrt() * eps_pred) / now.sqrt()
     rest = (1 - after - std**2).clamp(min=0)  # never negative but for rounding, as eta ≤ 1
@@ -92,7 +92,8 @@ def ddim_step(
 def log_density(x_next: Tensor, mean: Tensor, std: Tensor | float) -> Tensor:
     """Log of N(x_next; mean, std²), averaged over latent dimensions, [N]: nats per dimension.
 
-    `x_next` and `mean` are [N, *latent], `std` [N], 0-dim or a number. Averaging keeps clip ranges independent of the resolution; multiply by the latent size for the joint density.
+    `x_next` and `mean` are [N, *latent], `std` [N], 0-dim or a number. Averaging keeps clip ranges independent of
+    the resolution; multiply by the latent size for the joint density.
 
     Raises:
         ValueError: shapes do not fit, or `std` is not positive everywhere: a deterministic step has no density.

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,36 +35,52 @@ def load(kind: str) -> Any:
     """
     if ":" not in kind:
         if kind not in REWARDS:
-            near = difflib.get_close_matches(kind, REWARDS, n=1, cutoff=0.5)
-            hint = f", did you mean {near[0]!r}?" if near else ""
             raise UserError(
-                f"no reward {kind!r}{hint}; there are {', '.join(REWARDS)}, or module:function for your own"
+                f"no reward {kind!r}{nearest(kind, REWARDS)}; there are {', '.join(REWARDS)}, "
+                "or module:function for your own"
             )
         kind = REWARDS[kind]
     where, name = kind.rsplit(":", 1)
-    module = load_file(Path(where)) if where.endswith(".py") else load_module(where)
-    if not callable(found := getattr(module, name, None)):
-        raise UserError(f"{where} has no function {name!r}")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise UserError(f"no file {where}, in which to look for {name!r}")
+    try:
+        module = load_file(Path(where)) if where.endswith(".py") else load_module(where)
+    except ModuleNotFoundError as error:
+        raise UserError(f"cannot import {where}: there is no module {error.name!r}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise UserError(f"cannot import {where!r}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise UserError(f"{where} has no function {name!r}{nearest(name, vars(module))}")
+    if not callable(found := getattr(module, name)):
+        raise UserError(f"{where}:{name} is no function but {type(found).__name__}")
     return found
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def load_module(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")  # a script's own folder, as `python -m` has it
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"cannot import {name}: there is no module {error.name!r}") from error
+    return importlib.import_module(name)
 
 
 def load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module in `path`, run once per process however many of its functions are rewards."""
+    name = str(path.resolve())
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look for it there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def score(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -72,6 +88,7 @@ def score(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) 
 
     Raises:
         RunError: the reward raised, or gave anything but N finite numbers; names the reward and the prompts.
+        UserError: what the reward needs is not installed.
     """
     import torch
 
@@ -84,10 +101,10 @@ def score(name: str, reward: Reward, images: Tensor, prompts: Sequence[Prompt]) 
         return torch.zeros(0, dtype=torch.float64)
     try:
         scores = reward(images, prompts)
-    except RunError:
+    except (RunError, UserError):
         raise
     except Exception as error:  # a user's function may raise anything
-        raise RunError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
+        raise RunError(f"reward {name!r} raised {type(error).__name__}: {error}, for prompts {ids(prompts)}") from error
     return checked(name, scores, prompts)
 
 
@@ -105,14 +122,20 @@ def checked(name: str, scores: Any, prompts: Sequence[Prompt]) -> Tensor:
         raise RunError(
             f"reward {name!r} must give one number per picture, shape ({len(prompts)},), got {tuple(out.shape)}"
         )
-    bad = sorted({prompts[i].id for i in (~out.isfinite()).nonzero().flatten().tolist()})
+    bad = [p for p, fine in zip(prompts, out.isfinite().tolist(), strict=True) if not fine]
     if bad:
-        raise RunError(f"reward {name!r} gave no finite score for prompts {bad}; nothing was trained on this step")
+        raise RunError(f"reward {name!r} gave no finite score for prompts {ids(bad)}; nothing was trained on this step")
     return out
 
 
+def ids(prompts: Sequence[Prompt], most: int = 8) -> str:
+    """The first `most` different ids, as an error names them: "['3', '7'] and 24 more"."""
+    found = list(dict.fromkeys(p.id for p in prompts))
+    return str(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
 def probe(name: str, reward: Reward, prompts: Sequence[Prompt]) -> None:
-    """Scores two made-up pictures for `prompts`, so that a broken reward shows before any weight is loaded.
+    """Scores a made-up picture for each of `prompts`, so that a broken reward shows before any weight is loaded.
 
     Raises:
         UserError: what `score` would say in the middle of a run.
@@ -135,7 +158,7 @@ def on_pil(function: Callable[[list[Any], list[str]], Sequence[float]]) -> Rewar
     def reward(images: Tensor, prompts: Sequence[Prompt]) -> Any:
         from PIL import Image
 
-        return function([Image.fromarray(i.permute(1, 2, 0).numpy()) for i in images], [p.text for p in prompts])
+        return function([Image.fromarray(i.permute(1, 2, 0).numpy()) for i in images.cpu()], [p.text for p in prompts])
 
     reward.__name__ = getattr(function, "__name__", "on_pil")
     return reward

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgrpo.types import Prompt
 
 QUOTED = re.compile(
-    r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」|(?<!\w)\'([^\']*(?:\w\'\w[^\']*)*)\'(?!\w)|‘([^’]*)’'
+    r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」|(?<!\w)\'([^\']*(?:\w\'\w[^\']*)*)\'(?!\w)|‘([^’]*(?:\w’\w[^’]*)*)’(?!\w)'
 )
 """Quoted parts of a prompt; an apostrophe inside a word is no quote."""
 
@@ -33,7 +33,12 @@ class Ocr(BaseModel):
     mode: Literal["distance", "contains"] = "distance"
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [N] float64. Raises RunError when a prompt quotes nothing."""
+        """Scores [N] float64 of `images` uint8 [N, 3, H, W].
+
+        Raises:
+            RunError: a prompt quotes nothing.
+            UserError: rapidocr is not installed.
+        """
         import torch
 
         targets = [plain(quoted(p.text)) for p in prompts]
@@ -42,7 +47,7 @@ class Ocr(BaseModel):
             raise RunError(
                 f'ocr needs a quoted text in each prompt, such as a sign that says "OPEN"; prompts {silent} have none'
             )
-        read = [plain(recognised(reader()(image.permute(1, 2, 0).numpy()[..., ::-1].copy()))) for image in images]
+        read = [plain(recognised(reader()(image.permute(1, 2, 0).numpy()[..., ::-1].copy()))) for image in images.cpu()]
         scores = [
             float(t in r) if self.mode == "contains" else likeness(r, t) for r, t in zip(read, targets, strict=True)
         ]
@@ -55,7 +60,8 @@ def quoted(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    return "".join(text.lower().split())
+    """What is compared: lower case, no blanks, one kind of apostrophe."""
+    return "".join(text.lower().split()).replace("’", "'")
 
 
 def likeness(read: str, target: str) -> float:
@@ -75,9 +81,7 @@ def edit_distance(a: str, b: str) -> int:
 def recognised(result: Any) -> str:
     """The text in what an OCR engine gave, top to bottom; nothing found comes in many shapes and is ''."""
     texts = getattr(result, "txts", result)
-    if not texts:
-        return ""
-    return " ".join(t if isinstance(t, str) else "" for t in texts)
+    return " ".join(t for t in (() if texts is None else texts) if isinstance(t, str))
 
 
 @cache

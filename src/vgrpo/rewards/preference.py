@@ -24,7 +24,7 @@ class Brightness(BaseModel):
 
 
 class Colourfulness(BaseModel):
-    """Hasler and Süsstrunk's M3 (2003) divided by 100: 0 for grey, about 0.6 for colourful photographs, at most about 2."""
+    """Hasler and Süsstrunk's M3 (2003) divided by 100: 0 for grey, about 0.6 for colourful photographs, always below 3."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,14 +37,17 @@ class Colourfulness(BaseModel):
 
 
 class Sharpness(BaseModel):
-    """Mean size of the luma's gradient between neighbours, in [0, √2): 0 for a flat picture. Grows with noise, too."""
+    """Mean size of the luma's gradient between neighbours, in [0, 1]: 0 for a flat picture, 1 for a checkerboard of pixels.
+
+    Grows with noise, too, and falls when the same picture is drawn with more pixels.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         y = luma(images)
         down, right = y[:, 1:, :-1] - y[:, :-1, :-1], y[:, :-1, 1:] - y[:, :-1, :-1]
-        return (down**2 + right**2).sqrt().mean((1, 2))
+        return ((down**2 + right**2) / 2).sqrt().mean((1, 2))
 
 
 class Jpeg(BaseModel):
@@ -58,7 +61,7 @@ class Jpeg(BaseModel):
         from PIL import Image
 
         sizes = []
-        for image in images:
+        for image in images.cpu():
             buffer = io.BytesIO()
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, format="JPEG", quality=95)
             sizes.append(buffer.tell() / 1000)

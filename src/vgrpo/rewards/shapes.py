@@ -7,12 +7,14 @@ class "any" stands for every object, also one whose shape is not known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -24,17 +26,25 @@ Array = NDArray[Any]
 SHAPES = ("circle", "square", "triangle", "star", "heart")
 HUES = {"red": 0.0, "orange": 31.0, "yellow": 50.0, "green": 133.0, "blue": 220.0, "purple": 279.0}
 """Degrees on the colour circle; a pixel belongs to the nearest."""
+RELATIONS = ("left of", "right of", "above", "below")
 UNKNOWN = "unknown"
+MUDDY, NOTHING = len(HUES), -1
+"""Pixels of an object without a hue, and of no object."""
 LEAST_CHROMA = 48
 """Largest minus smallest channel of a pixel that belongs to an object; backgrounds and shadows are paler."""
+LEAST_LIGHT = 150
+"""Largest channel of a pixel below which it belongs to an object even without chroma; shadows are lighter."""
 LEAST_AREA = 0.013
 """Share of the picture below which a patch is noise."""
-LEAST_MATCH = 0.74
-"""Overlap (intersection over union) with the best template below which an object's shape is unknown."""
-GRID, REACH = 24, 1.1
+LEAST_MATCH = {"circle": 0.85, "square": 0.85, "triangle": 0.82, "star": 0.75, "heart": 0.85}
+"""Overlap (intersection over union) with the best template below which an object's shape is unknown; a little under
+what blurred and noisy drawings reach. Most random blobs stay below."""
+GRID, REACH = 48, 1.0
 """Objects are compared with templates on GRID² points over ±REACH·√area around their centre."""
+AREA = (GRID / REACH / 2) ** 2
+"""Points that an object covers."""
 MARGIN = 0.1
-"""GenEval's: two boxes must be further apart than this share of their summed sizes to stand left, right, above, below."""
+"""GenEval's: how much of two objects' summed sizes their centres must be apart before one stands beside or above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +73,12 @@ class Shapes(BaseModel):
         """Scores [N] float64 of `images` uint8 [N, 3, H, W].
 
         Raises:
-            RunError: a prompt has no `include`.
+            RunError: a prompt has no `include`, or asks for what cannot be seen here.
         """
-        import torch
-
-        blind = [p.id for p in prompts if not p.meta.get("include")]
-        if blind:
-            raise RunError(f"shapes needs GenEval metadata (`include`) with each prompt; prompts {blind} have none")
-        found = detect(images.permute(0, 2, 3, 1).numpy())
+        problems = {p.id: words for p in prompts if (words := problem(p.meta))}
+        if problems:
+            raise RunError(f"shapes cannot verify {', '.join(f'prompt {i!r}: {w}' for i, w in problems.items())}")
+        found = detect(images.permute(0, 2, 3, 1).cpu().numpy())
         grades = [requirements(things, p.meta) for things, p in zip(found, prompts, strict=True)]
         strict = torch.tensor([min(g) == 1.0 for g in grades], dtype=torch.float64)
         graded = torch.tensor([sum(g) / len(g) for g in grades], dtype=torch.float64)
@@ -80,14 +88,35 @@ class Shapes(BaseModel):
 # ------------------------------------------------------------------------------------------------------------- the rules
 
 
+def problem(meta: Mapping[str, Any]) -> str:
+    """What in `meta` no picture could ever be seen to fulfil, in words; empty if there is nothing."""
+    include = meta.get("include") or ()
+    if not include:
+        return "no GenEval metadata (`include`)"
+    for entry in (*include, *meta.get("exclude", ())):
+        relation, other = entry.get("position", (RELATIONS[0], 0))
+        asked = (
+            ("class", entry.get("class"), (*SHAPES, "any")),
+            ("color", entry.get("color", "red"), tuple(HUES)),
+            ("position", relation, RELATIONS),
+            ("position of entry", other, range(len(include))),
+            ("count", entry.get("count", 1), range(1, 100)),
+        )
+        for what, value, known in asked:
+            if value not in known:
+                return f"{what} {value!r} is not in {known}"
+    return ""
+
+
 def requirements(things: Sequence[Thing], meta: Mapping[str, Any]) -> list[float]:
     """How far each requirement of `meta` is met, in [0, 1] each.
 
     One for the number of objects of an entry, one for their colour, one for their place, and one for each exclusion,
-    which falls as 1/(1 + objects too many).
+    which falls as 1/(1 + objects too many). GenEval looks at its detector's most confident objects alone; here all count,
+    in any order: `count` of the entry's objects must each be placed right towards as many as the other entry asks for.
     """
     out, entries = [], meta["include"]
-    chosen = [[t for t in things if is_class(t, e) and t.colour == e.get("color", t.colour)] for e in entries]
+    chosen = [[t for t in things if is_class(t, e) and is_colour(t, e)] for e in entries]
     for entry, right in zip(entries, chosen, strict=True):
         count = entry.get("count", 1)
         out.append(min(sum(is_class(t, entry) for t in things), count) / count)
@@ -95,9 +124,11 @@ def requirements(things: Sequence[Thing], meta: Mapping[str, Any]) -> list[float
             out.append(min(len(right), count) / count)
         if "position" in entry:
             relation, other = entry["position"]
-            out.append(float(any(relation in relations(a, b) for a in right for b in chosen[other])))
+            enough = entries[other].get("count", 1)
+            placed = sum(sum(relation in relations(a, b) for b in chosen[other]) >= enough for a in right)
+            out.append(min(placed, count) / count)
     for entry in meta.get("exclude", ()):
-        surplus = sum(is_class(t, entry) for t in things) - (entry["count"] - 1)
+        surplus = sum(is_class(t, entry) and is_colour(t, entry) for t in things) - (entry.get("count", 1) - 1)
         out.append(1 / (1 + max(surplus, 0)))
     return out
 
@@ -106,17 +137,19 @@ def is_class(thing: Thing, entry: Mapping[str, Any]) -> bool:
     return entry["class"] in ("any", thing.shape)
 
 
+def is_colour(thing: Thing, entry: Mapping[str, Any]) -> bool:
+    return thing.colour == entry.get("color", thing.colour)
+
+
 def relations(a: Thing, b: Thing) -> set[str]:
-    """Where `a` stands as seen from `b`, by GenEval's rule: the offset of the centres, less MARGIN of the boxes' summed
-    sizes, counts in a direction when that is at least half of its length."""
+    """Where `a` stands as seen from `b`, by GenEval's rule: `a` lies in a direction when its offset that way, less MARGIN
+    of both objects' sizes, is more than half of the distance between the centres. Diagonal neighbours lie in two."""
     dx, dy = a.x - b.x, a.y - b.y
-    dx = np.sign(dx) * max(abs(dx) - MARGIN * (a.width + b.width), 0)
-    dy = np.sign(dy) * max(abs(dy) - MARGIN * (a.height + b.height), 0)
-    length = float(np.hypot(dx, dy))
-    if not length:
-        return set()
-    sides = {"left of": -dx, "right of": dx, "above": -dy, "below": dy}
-    return {name for name, way in sides.items() if way / length > 0.5}
+    across = abs(dx) - MARGIN * (a.width + b.width)
+    along = abs(dy) - MARGIN * (a.height + b.height)
+    half = math.hypot(dx, dy) / 2
+    sides = {"left of" if dx < 0 else "right of": across, "above" if dy < 0 else "below": along}
+    return {name for name, way in sides.items() if way > half}
 
 
 # ---------------------------------------------------------------------------------------------------------------- seeing
@@ -125,38 +158,51 @@ def relations(a: Thing, b: Thing) -> set[str]:
 def detect(images: Array) -> list[list[Thing]]:
     """The objects in each of `images` uint8 [N, H, W, 3], in no particular order.
 
-    An object is a connected patch of one colour; what touches in another colour is another object.
+    A connected patch of a known shape is one object, of the colour that most of its pixels have. Any other patch falls
+    apart into its colours: objects that touch, or blobs.
     """
-    from scipy import ndimage
-
-    n, height, width, _ = images.shape
-    out: list[list[Thing]] = [[] for _ in range(n)]
+    out: list[list[Thing]] = [[] for _ in images]
     colours = colour_of(images)
-    flat_only = np.zeros((3, 3, 3), dtype=int)
-    flat_only[1] = 1  # pixels touch within a picture, diagonally too, and never across pictures
-    for index, colour in enumerate(HUES):
-        labels, count = ndimage.label(colours == index, structure=flat_only)
-        areas = np.bincount(labels.ravel())[1:]
-        kept = np.flatnonzero(areas >= LEAST_AREA * height * width)
-        if not len(kept):
-            continue
-        boxes = ndimage.find_objects(labels)
-        masks, facts = [], []
-        for k in kept:
-            box = boxes[k]
-            patch = labels[box][0] == k + 1
-            masks.append(normalised(patch))
-            ys, xs = np.nonzero(patch)
-            facts.append(
-                (box[0].start, box[2].start + xs.mean() + 0.5, box[1].start + ys.mean() + 0.5, *patch.shape[::-1])
-            )
-        for shape, (image, x, y, w, h) in zip(shape_of(np.stack(masks)), facts, strict=True):
-            out[image].append(Thing(shape, colour, x, y, w, h))
+    shapeless = np.full_like(colours, NOTHING)
+    for box, mask, shape in shaped(colours != NOTHING):
+        if shape == UNKNOWN:
+            shapeless[box][mask] = colours[box][mask]
+        else:
+            out[box[0].start].append(thing_of(box, mask, shape, colours[box][mask]))
+    for colour in np.unique(shapeless[shapeless != NOTHING]):
+        for box, mask, shape in shaped(shapeless == colour):
+            out[box[0].start].append(thing_of(box, mask, shape, colours[box][mask]))
     return out
 
 
+def shaped(foreground: Array) -> list[tuple[tuple[slice, slice, slice], Array, str]]:
+    """The connected patches of bool [N, H, W]: the box of each, which of its pixels [1, h, w] belong to it, its shape."""
+    from scipy import ndimage
+
+    if not foreground.any():
+        return []
+    flat = np.zeros((3, 3, 3), dtype=int)
+    flat[1] = 1  # pixels touch within a picture, diagonally too, and never across pictures
+    labels, _ = ndimage.label(foreground, structure=flat)
+    areas = np.bincount(labels.ravel())[1:]
+    boxes = ndimage.find_objects(labels)
+    kept = np.flatnonzero(areas >= LEAST_AREA * math.prod(foreground.shape[1:]))
+    masks = [labels[boxes[k]] == k + 1 for k in kept]
+    return list(zip([boxes[k] for k in kept], masks, shape_of(masks), strict=True))
+
+
+def thing_of(box: tuple[slice, slice, slice], mask: Array, shape: str, colours: Array) -> Thing:
+    """An object with the pixels `mask` [1, h, w] of its box; its colour is that of at least half of `colours`, or unknown."""
+    _, top, left = (side.start for side in box)
+    _, ys, xs = np.nonzero(mask)
+    votes = np.bincount(colours, minlength=len(HUES) + 1)
+    colour = (*HUES, UNKNOWN)[votes.argmax() if 2 * votes.max() >= len(colours) else MUDDY]
+    _, height, width = mask.shape
+    return Thing(shape, colour, float(left + xs.mean() + 0.5), float(top + ys.mean() + 0.5), width, height)
+
+
 def colour_of(images: Array) -> Array:
-    """Index into HUES of each pixel [..., 3], int8; −1 for what is too pale to belong to an object."""
+    """Index into HUES of each pixel [..., 3], int8; MUDDY for what is dark without a hue, NOTHING for the pale rest."""
     channels = [images[..., k].astype(np.int16) for k in range(3)]
     largest, smallest = np.maximum.reduce(channels), np.minimum.reduce(channels)
     coloured = largest - smallest >= LEAST_CHROMA
@@ -166,34 +212,39 @@ def colour_of(images: Array) -> Array:
         np.where(high == r, (g - b) / chroma % 6, np.where(high == g, (b - r) / chroma + 2, (r - g) / chroma + 4)) * 60
     )
     hues = np.array([*HUES.values(), 360.0], dtype=np.float32)
-    out = np.full(coloured.shape, -1, dtype=np.int8)
+    out = np.where(largest < LEAST_LIGHT, np.int8(MUDDY), np.int8(NOTHING))
     out[coloured] = np.searchsorted((hues[1:] + hues[:-1]) / 2, hue) % len(HUES)
     return out
 
 
-def normalised(patch: Array) -> Array:
-    """A mask [h, w] on the GRID² points around its centre, in units of √area, float32 flat; no size or place is left."""
-    ys, xs = np.nonzero(patch)
+def shape_of(masks: Sequence[Array]) -> list[str]:
+    """The shape of each mask [1, h, w], by its best overlap with any template in any rotation."""
+    if not masks:
+        return []
+    names, stack = templates()
+    common = np.stack([normalised(m[0]) for m in masks]) @ stack.T  # [D, K] grid points
+    overlap = common / (2 * AREA - common)
+    best = overlap.argmax(1)
+    return [names[b] if o[b] >= LEAST_MATCH[names[b]] else UNKNOWN for b, o in zip(best, overlap, strict=True)]
+
+
+def normalised(mask: Array) -> Array:
+    """A mask [h, w] on the GRID² points around its centre, in units of √area, float32 flat; no size or place is left.
+
+    Every mask covers AREA points, but for rounding and for what a long one has beyond REACH.
+    """
+    ys, xs = np.nonzero(mask)
     scale = np.sqrt(len(ys)) * REACH
     axis = (np.arange(GRID) + 0.5) / GRID * 2 - 1
     rows = np.floor(ys.mean() + 0.5 + axis * scale).astype(int)
     columns = np.floor(xs.mean() + 0.5 + axis * scale).astype(int)
-    h, w = patch.shape
+    h, w = mask.shape
     inside = ((rows >= 0) & (rows < h))[:, None] & ((columns >= 0) & (columns < w))
-    return (patch[rows.clip(0, h - 1)][:, columns.clip(0, w - 1)] & inside).ravel().astype(np.float32)
-
-
-def shape_of(masks: Array) -> list[str]:
-    """The shape of each mask [D, GRID²], by its best overlap with any template in any rotation."""
-    names, stack = templates()
-    common = masks @ stack.T
-    overlap = common / (masks.sum(1, keepdims=True) + stack.sum(1) - common)
-    best = overlap.argmax(1)
-    return [names[b] if o[b] >= LEAST_MATCH else UNKNOWN for b, o in zip(best, overlap, strict=True)]
+    return (mask[rows.clip(0, h - 1)][:, columns.clip(0, w - 1)] & inside).ravel().astype(np.float32)
 
 
 @cache
-def templates(step: float = 6.0, size: int = 48) -> tuple[list[str], Array]:
+def templates(step: float = 6.0, size: int = 128) -> tuple[list[str], Array]:
     """Each shape in rotations `step` degrees apart, as `normalised` would give it: names [K] and masks [K, GRID²]."""
     turns = {"circle": step, "square": 90.0, "triangle": 120.0, "star": 72.0, "heart": 360.0}
     axis = (np.arange(size) + 0.5) / size * 3.2 - 1.6
