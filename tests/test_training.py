@@ -154,16 +154,10 @@ def test_two_processes_equal_one(settings: dict[str, Any], tmp_path: Path) -> No
 def test_it_learns(settings: dict[str, Any], kind: str) -> None:
     settings["adapter"] = {"kind": kind}
     lr = 2e-2 if kind == "lora" else 5e-3
-    run = run_with(settings, run__steps=8, optimizer__lr=lr, rollout__group_size=8, evaluation__images_per_prompt=4)
+    steps = {"run__steps": 12, "optimizer__lr": lr, "rollout__group_size": 8, "evaluation__images_per_prompt": 4}
+    run = run_with(settings, **steps)
     before, after = (r["scores"]["brightness"] for r in run.evaluations())
-    darker = run_with(
-        settings,
-        run__steps=8,
-        optimizer__lr=lr,
-        rollout__group_size=8,
-        evaluation__images_per_prompt=4,
-        rewards__brightness={"weight": -1},
-    )
+    darker = run_with(settings, **steps, rewards__brightness={"weight": -1})
     assert after > before + 0.01
     assert darker.evaluations()[-1]["scores"]["brightness"] < before - 0.01
 

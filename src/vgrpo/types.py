@@ -68,7 +68,7 @@ class Draws:
     """Pairs of time and noise at which likelihoods are estimated: M per set, and each row belongs to one of S sets.
 
     S is P when a group shares its pairs, 1 when the batch does, N when nobody does. The noise is not kept: it is made
-    again from its identity whenever it is needed (`vgrpo.times.noise`).
+    again from its identity whenever it is needed (`vgrpo.seeds.noise`).
     """
 
     t: Tensor
