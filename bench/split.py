@@ -63,13 +63,15 @@ def main() -> None:
         training.train(load_recipe(args.recipe, **{**parse_overrides(args.overrides), **fixed}))
     rows = whole[1:]
     total = sum(r["whole"] for r in rows)
-    parts = {k: sum(r.get(k, 0.0) for r in rows) for k in ("encode", "rollout", "decode", "reward", "forward", "backward")}
+    parts = {
+        k: sum(r.get(k, 0.0) for r in rows) for k in ("encode", "rollout", "decode", "reward", "forward", "backward")
+    }
     h, v = hardware(), versions()
     lines = [
         f"# Time of a step of `{args.recipe}`",
         "",
-        f"`python bench/split.py {' '.join([args.recipe, *args.overrides])}`, {h['cpu']}, {h['cores']} cores, {h['threads']} threads, "
-        f"torch {v['torch']}; mean of {len(rows)} steps after a warm-up, {total / len(rows):.2f} s a step.",
+        f"`python bench/split.py {' '.join([args.recipe, *args.overrides])}`, {h['cpu']}, {h['cores']} cores, "
+        f"{h['threads']} threads, torch {v['torch']}; mean of {len(rows)} steps after a warm-up, {total / len(rows):.2f} s a step.",
         "",
         "| part | seconds a step | share |",
         "|---|---|---|",

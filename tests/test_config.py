@@ -167,3 +167,12 @@ def test_the_command_line_lists_recipes(capsys: pytest.CaptureFixture[str]) -> N
         main(["recipes"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.split() == recipes()
+
+
+def test_the_readme_leads_to_the_line_of_the_ratio() -> None:
+    import re
+
+    root, wanted = Path(__file__).parents[1], "ratio = torch.exp(precise(log_ratio))"
+    found = re.search(rf"\[`{re.escape(wanted)}`\]\((\S+)#L(\d+)\)", (root / "README.md").read_text())
+    assert found
+    assert (root / found[1]).read_text().splitlines()[int(found[2]) - 1].strip() == wanted

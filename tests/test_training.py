@@ -272,3 +272,35 @@ def test_resume_refuses_another_rank(settings: dict[str, Any]) -> None:
     put(changed := run.settings(), "adapter.rank", 8)
     with pytest.raises(UserError, match="adapter.rank differ"):
         train(parse(changed), resume=run.folder)
+
+
+def test_trackers_are_fed(settings: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = run_with(settings, run__trackers=["tensorboard"])
+    events = EventAccumulator(str(run.folder)).Reload()
+    logged = [e.value for e in events.Scalars("reward/mean")]
+    assert logged == pytest.approx([row["reward/mean"] for row in run.metrics()], rel=1e-5)
+
+
+def test_sample_and_eval_of_a_run(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from PIL import Image
+
+    from vgrpo.cli import main
+
+    run = run_with(settings, run__steps=3, optimizer__lr=0.05)
+    picture = tmp_path / "out.png"
+    sample = ["sample", str(run.folder), "--prompt", "a red fox", "--images", "2", "--base", "--out", str(picture)]
+    for command in (sample, ["eval", str(run.folder), "--images", "2"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code in (0, None)
+    assert Image.open(picture).size == (4 * 32, 32)
+    pixels = torch.tensor(list(Image.open(picture).convert("L").getdata()), dtype=torch.float32).view(32, 4, 32)
+    assert not torch.equal(pixels[:, 0], pixels[:, 2])  # base and tuned on the same seed
+    (row,) = json.loads((run.folder / "eval/comparison.json").read_text())["rows"]
+    base, tuned = (json.loads((run.folder / f"eval/{w}/scores.json").read_text())["rows"] for w in ("base", "tuned"))
+    gains = [b["scores"]["brightness"] - a["scores"]["brightness"] for a, b in zip(base, tuned, strict=True)]
+    assert row["gain"]["mean"] == pytest.approx(sum(gains) / 8)
+    assert [r["seed"] for r in base] == [r["seed"] for r in tuned]
+    assert "brightness" in capsys.readouterr().out

@@ -119,13 +119,20 @@ def recipes() -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write a run's report.html again. Example: [bold]vgrpo report runs/tiny[/bold]"""
-    from vgrpo.report import write_report
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    figures: Annotated[Path | None, typer.Option(help="Folder for curve.png and before_after.png.")] = None,
+) -> None:
+    """Write a run's report.html again. Example: [bold]vgrpo report runs/tiny --figures figures[/bold]"""
+    from vgrpo.report import before_after_figure, curve_figure, write_report
     from vgrpo.run import Run
 
     Run(run).settings()
     typer.echo(write_report(run))
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        typer.echo(curve_figure(run, figures / "curve.png"))
+        typer.echo(before_after_figure(run, figures / "before_after.png", rows=2))
 
 
 def quiet() -> None:

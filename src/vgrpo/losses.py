@@ -80,11 +80,11 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float | No
         ValueError: shapes differ.
     """
     require_equal_shapes(log_ratio, advantages)
-    ratio, advantages = torch.exp(precise(log_ratio)), precise(advantages)
-    free = ratio * advantages
+    ratio = torch.exp(precise(log_ratio))
+    free = ratio * precise(advantages)
     if not clip:
         return -free, torch.zeros_like(free, dtype=torch.bool)
-    held = ratio.clamp(1 - clip, 1 + clip) * advantages
+    held = ratio.clamp(1 - clip, 1 + clip) * precise(advantages)
     return -torch.minimum(free, held), held < free
 
 
