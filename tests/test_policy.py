@@ -90,6 +90,22 @@ def test_predict_and_schedule_are_those_of_real_steps(settings: dict[str, Any], 
         torch.testing.assert_close(mine, out, rtol=0, atol=1e-5)
 
 
+def test_schedule_follows_a_resolution_dependent_shift(settings: dict[str, Any], mini: Path, tmp_path: Path) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = stock(mini)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64
+    )
+    pipe.save_pretrained(tmp_path / "dynamic")
+    settings["model"]["path"] = str(tmp_path / "dynamic")
+    config = parse(settings)
+    policy = Pipeline(config, CPU)
+    call(pipe, config, [1, 2])
+    torch.testing.assert_close(policy.schedule(), pipe.scheduler.sigmas[:-1], rtol=0, atol=1e-7)
+    assert policy.schedule()[1] != 0.75  # shifted
+
+
 def test_exactly_the_adapter_is_trainable(config: Config) -> None:
     policy = Pipeline(config, CPU)
     assert policy.adapted == 2 * 8 - 1  # eight projections a block; the last block has no text output projection

@@ -84,6 +84,14 @@ def test_first_ratio_is_one_and_later_ones_are_not(settings: dict[str, Any]) -> 
     assert single["clip_fraction"] == 0
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_bfloat16_trains_float32_weights(settings: dict[str, Any], kind: str) -> None:
+    settings["adapter"] = {"kind": kind}
+    run = run_with(settings, model__dtype="bfloat16", update__passes=2)
+    assert all(w.dtype == torch.float32 for w in weights(run).values())
+    assert all(row["weight_change"] > 0 and row["ratio/first"] < 5e-2 for row in run.metrics())
+
+
 def test_a_ratio_off_one_stops_the_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from vgrpo.policies.pipeline import Pipeline
 

@@ -79,7 +79,7 @@ class Pipeline:
                 for i, text in enumerate(texts):
                     self._encoded[text] = {k: v[i].cpu() for k, v in cond.items()}
         rows = [self._encoded[p.text] for p in prompts]
-        return {k: torch.stack([r[k] for r in rows]).to(self.device) for k in rows[0]}
+        return {k: torch.stack([r[k] for r in rows]).to(self.device, self.dtype) for k in rows[0]}
 
     def schedule(self, steps: int | None = None) -> Tensor:
         """Times [K] in (0, 1], from noise to data, of the scheduler itself after the pipeline's own call to it."""
@@ -229,7 +229,7 @@ def family_of(class_name: str, path: str) -> Any:
     if class_name not in POLICIES:
         raise UserError(
             f"model.path: {path} is a {class_name}; known are {', '.join(POLICIES)}. A family needs an adapter like "
-            f"vgrpo/policies/sd3.py (network, lora_targets, path, latent_shape, size_step, encode, call, predict, unscale), "
+            f"vgrpo/policies/sd3.py (network, lora_targets, path, latent_shape, size_step, encode, call, predict, shift, unscale), "
             f"entered in vgrpo.policies.POLICIES"
         )
     module, name = POLICIES[class_name].split(":")

@@ -54,6 +54,15 @@ class StableDiffusion3:
     def predict(self, net: torch.nn.Module, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         return net(x_t, timestep=t * 1000, **cond, return_dict=False)[0]
 
+    def shift(self, pipe: Any, latent_shape: tuple[int, ...]) -> float:
+        """The resolution-dependent shift (mu) that the pipeline gives a scheduler with dynamic shifting."""
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+        patch, config = pipe.transformer.config.patch_size, pipe.scheduler.config
+        tokens = (latent_shape[1] // patch) * (latent_shape[2] // patch)
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        return calculate_shift(tokens, **{name: config[name] for name in names if name in config})
+
     def unscale(self, pipe: Any, x0: Tensor) -> Tensor:
         """Latents as the VAE's decoder takes them."""
         return x0 / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
