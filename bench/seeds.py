@@ -66,7 +66,6 @@ def gains(run: Run) -> dict[str, Any]:
     gain = paired_bootstrap(*(scores_of(r, main, images) for r in rows))
     metrics = run.metrics()
     seconds = sum(m["seconds"] for m in metrics)
-    inside = sum(m[f"time/{k}"] for m in metrics for k in ("encode", "rollout", "decode", "reward", "old", "update"))
     return {
         "main": main,
         "base": first["scores"],
@@ -79,7 +78,6 @@ def gains(run: Run) -> dict[str, Any]:
         "images": sum(m["images"] for m in metrics),
         "network_calls": sum(m["network_calls"] for m in metrics),
         "worst_first_ratio": max(m.get("ratio/first", 0.0) for m in metrics),
-        "share_inside_network_vae_reward": inside / seconds,
     }
 
 
@@ -91,15 +89,15 @@ def table(recipe: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> str
         f"Command: `{about['command']}`. Machine: {about['hardware']['cpu']}, {about['hardware']['cores']} cores. "
         f"torch {about['versions']['torch']}, diffusers {about['versions']['diffusers']}. Made {about['date']}.",
         "",
-        f"| seed | {main}: base | tuned | gain (paired 95 %) | best | wall s | pictures | peak MiB | inside network, VAE, reward |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| seed | {main}: base | tuned | gain (paired 95 %) | best | wall s | pictures | peak MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         g = r["gain"]
         lines.append(
             f"| {r['seed']} | {r['base'][main]:.3f} | {r['tuned'][main]:.3f} | "
             f"{g['mean']:+.3f} ({g['low']:+.3f} … {g['high']:+.3f}) | {r['best']:.3f} | {r['wall_seconds']:.0f} | "
-            f"{r['images']} | {r['peak_mib']:.0f} | {r['share_inside_network_vae_reward']:.1%} |"
+            f"{r['images']} | {r['peak_mib']:.0f} |"
         )
     mean = sum(r["tuned"][main] for r in rows) / len(rows)
     spread = (sum((r["tuned"][main] - mean) ** 2 for r in rows) / max(len(rows) - 1, 1)) ** 0.5

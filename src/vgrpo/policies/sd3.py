@@ -60,8 +60,8 @@ class StableDiffusion3:
 
         patch, config = pipe.transformer.config.patch_size, pipe.scheduler.config
         tokens = (latent_shape[1] // patch) * (latent_shape[2] // patch)
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        return calculate_shift(tokens, **{name: config[name] for name in names if name in config})
+        ends = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.16}
+        return calculate_shift(tokens, *[config.get(name, default) for name, default in ends.items()])
 
     def unscale(self, pipe: Any, x0: Tensor) -> Tensor:
         """Latents as the VAE's decoder takes them."""
