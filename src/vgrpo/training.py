@@ -124,9 +124,12 @@ def step(job: Job, progress: Progress) -> dict[str, float]:
         rewards = judge(job, rollouts, prompts)
     advantages = advantages_of(config, rewards)
     draws = objective.draw(job.schedule, slots, config.rollout.group_size, seed=config.run.seed, step=job.steps)
-    mine = advantages[list(slots)].flatten().float().to(policy.device)
-    old = score_old(job, rollouts, draws, mine, clock) if config.update.total > 1 else None
-    metrics = update(job, rollouts, draws, mine, old, advantages, clock, progress)
+    scored = Scored(rollouts=rollouts, draws=draws, advantages=advantages)
+    if config.update.total > 1:
+        with clock("old"):
+            scored = score_old(job, scored)
+    with clock("update"):
+        metrics = update(job, scored, progress)
 
     if job.accelerator.is_main_process and job.steps % config.run.sample_every == 0:
         save_samples(job, rollouts, rewards)
@@ -175,138 +178,99 @@ def advantages_of(config: Config, rewards: Rewards) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Old:
-    """What θ_old gave on this process's rows, scored right after the rollout."""
+class Scored:
+    """All that the updates of a step learn from."""
 
-    error: Tensor
-    """[M, N]."""
-    x0: Tensor | None
-    """[M, N, *latent], only when a KL will be taken."""
+    rollouts: Rollouts
+    draws: Draws
+    advantages: Tensor
+    """[P, G] of all processes, on the CPU."""
+    error_old: Tensor | None = None
+    """[M, N] errors of θ_old on this process's rows; None when there is one update and they are not needed."""
+    x0_old: Tensor | None = None
+    """[M, N, *latent] its x-predictions, only when a KL will be taken."""
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The given rows of this process; their noise is made again from its identity."""
+        rollouts, draws, device = self.rollouts, self.draws, self.rollouts.x0.device
+        sets, place = draws.set_of_row[rows].unique(return_inverse=True)
+        shape = rollouts.x0.shape[1:]
+        eps = [noise([(*draws.identities[s], "noise", j) for s in sets.tolist()], shape) for j in range(len(draws.t))]
+        own, there = self.advantages[list(rollouts.slots)].flatten(), rows.to(device)
+        return Batch(
+            x0=rollouts.x0[there],
+            cond=repeat(rollouts.cond, rows // rollouts.group_size),
+            t=draws.t[:, draws.set_of_row[rows]].to(device),
+            eps=torch.stack(eps)[:, place].to(device),
+            advantages=own[rows].float().to(device),
+            error_old=None if self.error_old is None else self.error_old[:, there],
+            x0_old=None if self.x0_old is None else self.x0_old[:, there],
+        )
 
 
-def score_old(job: Job, rollouts: Rollouts, draws: Draws, advantages: Tensor, clock: Clock) -> Old:
-    """Scores θ_old on every pair, in the same micro-batch shape in which θ will be."""
-    objective, errors, predictions = job.config.objective, [], []
-    rows = torch.arange(len(rollouts.x0))
-    with clock("old"), torch.no_grad():
-        for part in rows.split(job.config.update.micro_batch):
-            batch = batch_of(rollouts, draws, part, advantages)
-            error, x0 = objective.score(job.policy, batch, joint=job.config.update.joint_draws)
-            errors.append(error)
-            if objective.kl_weight:
-                predictions.append(x0)
-    return Old(error=torch.cat(errors, 1), x0=torch.cat(predictions, 1) if predictions else None)
+def score_old(job: Job, scored: Scored) -> Scored:
+    """Scores θ_old on every pair right after the rollout, in the same micro-batch shape in which θ will be."""
+    settings, objective, errors, predictions = job.config.update, job.config.objective, [], []
+    for rows in torch.arange(len(scored.rollouts.x0)).split(settings.micro_batch):
+        with torch.no_grad():
+            error, x0 = objective.score(job.policy, scored.batch(rows), joint=settings.joint_draws)
+        errors.append(error)
+        if objective.kl_weight:
+            predictions.append(x0)
+    return replace(scored, error_old=torch.cat(errors, 1), x0_old=torch.cat(predictions, 1) if predictions else None)
 
 
-def update(
-    job: Job,
-    rollouts: Rollouts,
-    draws: Draws,
-    advantages: Tensor,
-    old: Old | None,
-    everyone: Tensor,
-    clock: Clock,
-    progress: Progress,
-) -> dict[str, float]:
-    """All optimizer steps on one rollout. `everyone` [P, G] are the advantages of all processes."""
+def update(job: Job, scored: Scored, progress: Progress) -> dict[str, float]:
+    """All optimizer steps on one rollout: each pass goes over its groups once, in an order of its own."""
     config, settings = job.config, job.config.update
-    size, slots = rollouts.group_size, list(rollouts.slots)
-    own = {slot: i for i, slot in enumerate(slots)}
     progress.part("update", config.images_per_step * settings.passes)
-    rows_out: list[dict[str, float]] = []
+    done: list[dict[str, float]] = []
     for number in range(settings.passes):
-        order = torch.randperm(len(everyone), generator=generator(config.run.seed, job.steps, "order", number)).tolist()
-        for group_slots in chunks(order, len(order) // settings.per_rollout):
-            trained = (
-                everyone[group_slots] != 0 if not config.objective.kl_weight else torch.ones_like(everyone[group_slots])
-            )
-            first = not rows_out
-            if not trained.any():
+        order = torch.randperm(
+            len(scored.advantages), generator=generator(config.run.seed, job.steps, "order", number)
+        ).tolist()
+        for slots in chunks(order, len(order) // settings.per_rollout):
+            if not config.objective.kl_weight and not scored.advantages[slots].any():
                 continue  # no group has a spread: there is nothing to learn from, and weight decay must not act alone
-            with clock("update"):
-                rows = [own[s] * size + m for s in group_slots if s in own for m in range(size)]
-                stats = accumulate(
-                    job,
-                    rollouts,
-                    draws,
-                    torch.tensor(rows, dtype=torch.long),
-                    advantages,
-                    old,
-                    len(group_slots) * size,
-                    first,
-                    progress,
-                )
-                if first:
-                    refuse_ratio(job, stats, rollouts)
-                rows_out.append(summarise(stats, job) | descend(job, rollouts))
-    if not rows_out:
+            stats = accumulate(job, scored, slots, first=not done)
+            progress.advance(len(slots) * config.rollout.group_size)
+            if not done:
+                refuse_ratio(job, stats)
+            done.append(summarise(stats) | descend(job, scored.rollouts))
+    if not done:
         log.warning("step %d: no group has a spread in its rewards, so nothing was learnt", job.steps + 1)
         return {"updates": 0.0, "weight_change": 0.0}
-    last, mean = rows_out[-1], lambda key: sum(r[key] for r in rows_out) / len(rows_out)
-    return {
-        "updates": float(len(rows_out)),
-        "ratio/first": rows_out[0]["ratio_error"],
-        "ratio/mean": last["ratio"],
-        "ratio/std": last["ratio_std"],
-        "clip_fraction": mean("clipped"),
-        "kl": mean("kl"),
-        "error": mean("error"),
-        "grad_norm": mean("grad_norm"),
-        "weight_change": mean("weight_change"),
-        "lr": last["lr"],
+    means = {
+        k: sum(d[k] for d in done) / len(done) for k in ("clip_fraction", "kl", "error", "grad_norm", "weight_change")
     }
+    last = {k: done[-1][k] for k in ("ratio/mean", "ratio/std", "lr")}
+    return {"updates": float(len(done)), "ratio/first": done[0]["ratio/worst"], **last, **means}
 
 
-def accumulate(
-    job: Job,
-    rollouts: Rollouts,
-    draws: Draws,
-    rows: Tensor,
-    advantages: Tensor,
-    old: Old | None,
-    images: int,
-    first: bool,
-    progress: Progress,
-) -> list[Stats]:
-    """Adds the gradient of the mean loss over the update's `images`, of which this process has `rows`, in micro-batches.
+def accumulate(job: Job, scored: Scored, slots: Sequence[int], *, first: bool) -> list[Stats]:
+    """Adds the gradient of the mean loss over the groups in `slots`, as far as they are this process's, in micro-batches.
 
     Rows of groups without spread have advantage 0 and hence no gradient; without a KL they cost no network call.
     """
-    config, objective = job.config, job.config.objective
-    learnt = rows if objective.kl_weight else rows[(advantages[rows.to(advantages.device)] != 0).cpu()]
+    settings, objective, size = job.config.update, job.config.objective, job.config.rollout.group_size
+    place = {slot: i for i, slot in enumerate(scored.rollouts.slots)}
+    learnt = [
+        place[slot] * size + member
+        for slot in slots
+        if slot in place
+        for member in range(size)
+        if objective.kl_weight or scored.advantages[slot, member] != 0
+    ]
     out: list[Stats] = []
-    for part in learnt.split(config.update.micro_batch):
-        if not len(part):
-            continue
-        batch = batch_of(rollouts, draws, part, advantages, old)
-        if old is None and first and not out:  # one look at the ratio, though it is not needed for the gradient
+    for rows in chunks(learnt, settings.micro_batch):
+        batch = scored.batch(torch.tensor(rows))
+        if first and not out and batch.error_old is None:  # one look at the ratio, which the gradient does not need
             with torch.no_grad():
-                error, _ = objective.score(job.policy, batch.first_draw(), joint=config.update.joint_draws)
+                error, _ = objective.score(job.policy, batch.first_draw(), joint=settings.joint_draws)
             batch = replace(batch, error_old=error)
-        out.append(
-            objective.backward(job.policy, batch, first=first, joint=config.update.joint_draws, weight=1 / images)
-        )
-    progress.advance(images)
+        weight = 1 / (len(slots) * size)
+        out.append(objective.backward(job.policy, batch, first=first, joint=settings.joint_draws, weight=weight))
     return out
-
-
-def batch_of(rollouts: Rollouts, draws: Draws, rows: Tensor, advantages: Tensor, old: Old | None = None) -> Batch:
-    """The given rows of a step; their noise is made again from its identity."""
-    sets, place = draws.set_of_row[rows].unique(return_inverse=True)
-    shape = rollouts.x0.shape[1:]
-    eps = torch.stack(
-        [noise([(*draws.identities[s], "noise", j) for s in sets.tolist()], shape)[place] for j in range(len(draws.t))]
-    )
-    device = rollouts.x0.device
-    return Batch(
-        x0=rollouts.x0[rows.to(device)],
-        cond=repeat(rollouts.cond, rows // rollouts.group_size),
-        t=draws.t[:, draws.set_of_row[rows]].to(device),
-        eps=eps.to(device),
-        advantages=advantages[rows.to(device)],
-        error_old=None if old is None else old.error[:, rows.to(device)],
-        x0_old=None if old is None or old.x0 is None else old.x0[:, rows.to(device)],
-    )
 
 
 def descend(job: Job, rollouts: Rollouts) -> dict[str, float]:
@@ -367,7 +331,7 @@ def refuse_non_finite(rollouts: Rollouts) -> None:
         )
 
 
-def refuse_ratio(job: Job, stats: Sequence[Stats], rollouts: Rollouts) -> None:
+def refuse_ratio(job: Job, stats: Sequence[Stats]) -> None:
     """Before the first update of a rollout θ is θ_old and every ratio must be 1; if not, the two were scored differently."""
     tolerance = job.config.update.ratio_tolerance or (1e-4 if job.policy.dtype == torch.float32 else 5e-2)
     off = max((s.log_ratio.expm1().abs().max().item() for s in stats), default=0.0)
@@ -382,31 +346,21 @@ def refuse_ratio(job: Job, stats: Sequence[Stats], rollouts: Rollouts) -> None:
         log.warning("step %d: the ratio's numerical noise %.1e exceeds objective.clip=%g", job.steps + 1, off, clip)
 
 
-def summarise(stats: Sequence[Stats], job: Job) -> dict[str, float]:
-    """Means over the rows of all processes."""
-    if not stats:
-        own = torch.zeros(6, dtype=torch.float64)
-    else:
-        ratio = torch.cat([s.log_ratio for s in stats]).double().exp()
-        columns = [torch.cat([getattr(s, key) for s in stats]).double().sum() for key in ("clipped", "kl", "error")]
-        own = torch.stack(
-            [
-                torch.tensor(float(len(ratio))).double(),
-                ratio.sum().cpu(),
-                (ratio**2).sum().cpu(),
-                *[c.cpu() for c in columns],
-            ]
-        )
-    worst = max((s.log_ratio.expm1().abs().max().item() for s in stats), default=0.0)
-    everyone = gather_object([(own, worst)])
-    count, total, square, clipped, kl, error = torch.stack([o for o, _ in everyone]).sum(0).tolist()
-    mean = total / count
-    spread = math.sqrt(max(square / count - mean**2, 0.0))
+def summarise(stats: Sequence[Stats]) -> dict[str, float]:
+    """Means over the rows of all processes, and the largest |ratio − 1|."""
+    sums, worst = torch.zeros(6, dtype=torch.float64), 0.0
+    if stats:
+        ratio = torch.cat([s.log_ratio for s in stats]).double().exp().cpu()
+        parts = [torch.cat([getattr(s, key) for s in stats]).double().cpu() for key in ("clipped", "kl", "error")]
+        sums = torch.stack([torch.ones_like(ratio).sum(), ratio.sum(), (ratio**2).sum(), *[p.sum() for p in parts]])
+        worst = (ratio - 1).abs().max().item()
+    everyone = gather_object([(sums, worst)])
+    count, total, squares, clipped, kl, error = torch.stack([s for s, _ in everyone]).sum(0).tolist()
     return {
-        "ratio": mean,
-        "ratio_std": spread,
-        "ratio_error": max(w for _, w in everyone),
-        "clipped": clipped / count,
+        "ratio/mean": total / count,
+        "ratio/std": math.sqrt(max(squares / count - (total / count) ** 2, 0.0)),
+        "ratio/worst": max(w for _, w in everyone),
+        "clip_fraction": clipped / count,
         "kl": kl / count,
         "error": error / count,
     }
