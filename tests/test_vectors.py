@@ -33,7 +33,7 @@ def vectors(name: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any
     return inputs, stored["settings"], stored["expected"]
 
 
-def same(ours: Tensor, expected: Any) -> None:
+def assert_same(ours: Tensor, expected: Any) -> None:
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
@@ -58,17 +58,17 @@ def test_vgrpo_pieces() -> None:
     i, s, e = vectors("vgrpo")
     x_t, new = x0_predictions(i, i["v_new"])
     _, old = x0_predictions(i, i["v_old"])
-    same(x_t, e["x_t"])
-    same(new, e["x0_new"])
+    assert_same(x_t, e["x_t"])
+    assert_same(new, e["x0_new"])
     error_new, error_old = errors(new, i["x0"], s["floor"]), errors(old, i["x0"], s["floor"])
-    same(error_new, e["error_new"])
-    same(error_old, e["error_old"])
-    same((error_old - error_new).mean(0), e["log_ratio"])
-    same((error_old - error_new).mean(0).exp(), e["ratio"])
-    same(torch.stack([x0_divergence(a, b) for a, b in zip(new, old, strict=True)]).mean(0), e["kl"])
+    assert_same(error_new, e["error_new"])
+    assert_same(error_old, e["error_old"])
+    assert_same((error_old - error_new).mean(0), e["log_ratio"])
+    assert_same((error_old - error_new).mean(0).exp(), e["ratio"])
+    assert_same(torch.stack([x0_divergence(a, b) for a, b in zip(new, old, strict=True)]).mean(0), e["kl"])
     advantages = group_advantages(i["rewards"]).flatten()
-    same(advantages, e["advantages"])
-    same(soft_clip(advantages, s["eta"]), e["soft_advantages"])
+    assert_same(advantages, e["advantages"])
+    assert_same(soft_clip(advantages, s["eta"]), e["soft_advantages"])
 
 
 @pytest.mark.parametrize("case", ["clip", "kl", "soft", "all"])
@@ -84,9 +84,9 @@ def test_vgrpo_loss_and_gradient(case: str) -> None:
     error_new, error_old = errors(new, i["x0"], s["floor"]), errors(old, i["x0"], s["floor"])
     kl = torch.stack([x0_divergence(a, b) for a, b in zip(new, old, strict=True)]).mean(0)
     loss = vgrpo_loss(error_new, error_old, advantages, clip=clip, kl=kl, kl_weight=beta)
-    same(loss.detach(), e[f"per_sample_loss_{case}"])
+    assert_same(loss.detach(), e[f"per_sample_loss_{case}"])
     (gradient,) = torch.autograd.grad(loss.mean(), v, retain_graph=True)
-    same(gradient, e[f"grad_v_new_{case}"])
+    assert_same(gradient, e[f"grad_v_new_{case}"])
 
     # the same gradient by the factor that lets each draw go backward alone
     slope, clipped = surrogate_gradient((error_old - error_new).mean(0).detach(), advantages, clip=clip)
@@ -94,7 +94,7 @@ def test_vgrpo_loss_and_gradient(case: str) -> None:
     for j in range(len(error_new)):
         part = (slope * error_new[j] + beta * x0_divergence(new[j], old[j])).sum() / (len(error_new) * len(loss))
         by_draw += torch.autograd.grad(part, v, retain_graph=True)[0]
-    same(by_draw, e[f"grad_v_new_{case}"])
+    assert_same(by_draw, e[f"grad_v_new_{case}"])
     assert not clipped.any()  # these ratios are inside the clip range; test_losses.py has ratios outside
 
 
@@ -103,10 +103,10 @@ def test_vgrpo_on_the_variance_preserving_path() -> None:
     path, group = VPPath(torch.linspace(0.99, 0.01, 10, dtype=torch.float64)), 3
     alpha_bar, eps = rows(i["alpha_bar"], group), rows(i["eps"], group)
     x_t = torch.stack([path.noisy_at(i["x0"], n, a) for n, a in zip(eps, alpha_bar, strict=True)])
-    same(x_t, e["x_t"])
+    assert_same(x_t, e["x_t"])
     x0_pred = torch.stack([path.split_at(x, a, p)[0] for x, a, p in zip(x_t, alpha_bar, i["eps_pred"], strict=True)])
-    same(x0_pred, e["x0_pred"])
-    same(errors(x0_pred, i["x0"], s["floor"]), e["error"])
+    assert_same(x0_pred, e["x0_pred"])
+    assert_same(errors(x0_pred, i["x0"], s["floor"]), e["error"])
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_other_objectives(name: str, loss: Any, settings: tuple[str, ...]) -> No
     i, s, e = vectors(name)
     i["v_new"].requires_grad_()
     per_sample = loss(**i, **{key: s[key] for key in settings})
-    same(per_sample.detach(), e["per_sample_loss"])
+    assert_same(per_sample.detach(), e["per_sample_loss"])
     per_sample.mean().backward()
-    same(i["v_new"].grad, e["grad_v_new"])
+    assert_same(i["v_new"].grad, e["grad_v_new"])
 
 
 def test_pieces_of_other_objectives() -> None:
@@ -128,14 +128,14 @@ def test_pieces_of_other_objectives() -> None:
         awm_log_likelihood(velocity_error(i[v], i["x0"], i["eps"]), i["t"], power=s["power"])
         for v in ("v_new", "v_old")
     )
-    same(new, e["logp_new"])
-    same(new - old, e["log_ratio"])
+    assert_same(new, e["logp_new"])
+    assert_same(new - old, e["log_ratio"])
     i, _, e = vectors("fpo")
     new, old = (velocity_error(i[v], i["x0"], i["eps"]) for v in ("v_new", "v_old"))
-    same((old - new).mean(0), e["log_ratio"])
-    same((old - new).mean(0).exp(), e["ratio"])
+    assert_same((old - new).mean(0), e["log_ratio"])
+    assert_same((old - new).mean(0).exp(), e["ratio"])
     i, _, e = vectors("nft")
-    same(nft_optimality(i["advantages"]), e["optimality"])
+    assert_same(nft_optimality(i["advantages"]), e["optimality"])
 
 
 @pytest.mark.parametrize(
@@ -155,27 +155,27 @@ def test_stochastic_steps(name: str, step: Any, prediction: str, times: tuple[st
         now, after = now.expand(len(i["x"])), after.expand(len(i["x"]))
     level = {k: v for k, v in s.items() if k in ("a", "eta")}
     mean, std = step(i["x"], i[prediction], now, after, **level)
-    same(mean, e["mean"])
+    assert_same(mean, e["mean"])
     assert std.shape == (now.shape if per_row else ())
     torch.testing.assert_close(std, torch.full_like(std, e["step_std"]), rtol=0, atol=1e-9)
     x_next = mean + std.view(-1, 1, 1, 1) * i["noise"]
-    same(x_next, e["x_next"])
+    assert_same(x_next, e["x_next"])
     if "logp" in e:
-        same(log_density(x_next, mean, std), e["logp"])
+        assert_same(log_density(x_next, mean, std), e["logp"])
 
 
 def test_advantages() -> None:
     i, s, e = vectors("advantages")
-    same(group_advantages(i["rewards"]), e["group"])
-    same(group_advantages(i["rewards"], scale="batch"), e["global_std"])
-    same(soft_clip(group_advantages(i["rewards"]), s["eta"]), e["group_soft"])
-    same(hard_clip(group_advantages(i["rewards"]), s["bound"]), e["group_hard"])
+    assert_same(group_advantages(i["rewards"]), e["group"])
+    assert_same(group_advantages(i["rewards"], scale="batch"), e["global_std"])
+    assert_same(soft_clip(group_advantages(i["rewards"]), s["eta"]), e["group_soft"])
+    assert_same(hard_clip(group_advantages(i["rewards"]), s["bound"]), e["group_hard"])
 
 
 @pytest.mark.parametrize("how", ["sum", "normalised"])
 def test_combined_rewards(how: Any) -> None:
     i, s, e = vectors("combine")
-    same(combine_rewards(i, s["weights"], how=how), e[how])
+    assert_same(combine_rewards(i, s["weights"], how=how), e[how])
 
 
 def rollout(order: int, steps: int, advance: Any) -> Tensor:
@@ -220,14 +220,14 @@ def test_the_rollout_solver_in_float64(order: int, steps: int) -> None:
             return scheduler.dpm_solver_first_order_update(predictions[-1], sample=x)
         return scheduler.multistep_dpm_solver_second_order_update(predictions[-2:], sample=x)
 
-    same(rollout(order, steps, update), vectors("dpmpp")[2][f"order{order}_{steps}"])
+    assert_same(rollout(order, steps, update), vectors("dpmpp")[2][f"order{order}_{steps}"])
 
 
 def test_the_exact_solution_of_the_rollout() -> None:
     """The probability flow of N(m, s0²) carries noise x1 to m + s0·x1; the stored solutions come near it."""
     i, s, e = vectors("dpmpp")
     exact = i["m"] + s["s0"] * i["x1"]
-    same(exact, e["exact"])
+    assert_same(exact, e["exact"])
     miss = {
         (order, steps): (torch.tensor(e[f"order{order}_{steps}"], dtype=torch.float64) - exact).abs().max().item()
         for order in (1, 2)
