@@ -460,7 +460,7 @@ def test_own_functions_are_found_by_name(tmp_path: Path) -> None:
     assert load("vgrpo.rewards.preference:Brightness") is load("brightness")
     for wrong, words in (
         ("brightnes", "did you mean 'brightness'"),
-        (f"{tmp_path}/mine.py:goood", "has no function 'goood', did you mean 'good'"),
+        (f"{tmp_path}/mine.py:goood", "has no 'goood', did you mean 'good'"),
         (f"{tmp_path}/mine.py:number", "number is no function but int"),
         (f"{tmp_path}/other.py:bad", "no file .*other.py, in which to look for 'bad'"),
         (f"{tmp_path}/broken.py:good", "cannot import .*broken.py': SyntaxError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vgrpo.losses import vgrpo_loss, x0_divergence
 from vgrpo.objectives.vgrpo import VGRPO
 from vgrpo.paths import LinearPath, VPPath
 from vgrpo.seeds import generator, noise
-from vgrpo.types import Batch
+from vgrpo.types import Pairs
 
 M, B = 4, 16
 PATHS = {"linear": LinearPath(), "vp": VPPath(torch.linspace(0.999, 0.01, 50, dtype=torch.float64), "v")}
@@ -29,16 +30,16 @@ class Small:
         return torch.tanh(x_t.flatten(1) @ self.weight * (1 + t[:, None])).view_as(x_t) + cond["c"]
 
 
-def batch(objective: VGRPO, policy: Small, moved: float) -> Batch:
+def batch(objective: VGRPO, policy: Small, moved: float) -> Pairs:
     """A batch scored under the policy's weights, which are then moved."""
     x0, eps = (noise([(n, i) for i in range(k)], (1, 3, 3)).double() for n, k in (("x", B), ("e", M * B)))
     t = torch.rand(M, B, generator=generator("t"), dtype=torch.float64) * 0.98 + 0.01
     advantages = torch.randn(B, generator=generator("a"), dtype=torch.float64)
-    one = Batch(x0=x0, cond={"c": 0.1 * x0}, t=t, eps=eps.unflatten(0, (M, B)), advantages=advantages)
+    one = Pairs(x0=x0, cond={"c": 0.1 * x0}, t=t, eps=eps.unflatten(0, (M, B)), advantages=advantages)
     with torch.no_grad():
-        error, x0_old = objective.score(policy, one, joint=True)
+        error, x0_old = objective.errors(policy, one, joint=True)
         policy.weight += moved * torch.randn(9, 9, generator=generator("move"), dtype=torch.float64)
-    return Batch(**{**one.__dict__, "error_old": error, "x0_old": x0_old})
+    return replace(one, anchors={"old": {"error": error, "x0": x0_old}})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -47,17 +48,19 @@ def batch(objective: VGRPO, policy: Small, moved: float) -> Batch:
 def test_one_draw_at_a_time_has_the_gradient_of_the_loss(path: str, weighting: Any, settings: dict[str, Any]) -> None:
     objective, policy = VGRPO(weighting=weighting, **settings), Small(PATHS[path])
     rows = batch(objective, policy, moved=0.02)
-    error, x0_pred = objective.score(policy, rows, joint=True)
-    kl = torch.stack([x0_divergence(a, b) for a, b in zip(x0_pred, rows.x0_old, strict=True)]).mean(0)
-    loss = vgrpo_loss(error, rows.error_old, rows.advantages, clip=objective.clip, kl=kl, kl_weight=objective.kl_weight)
+    error, x0_pred = objective.errors(policy, rows, joint=True)
+    kl = torch.stack([x0_divergence(a, b) for a, b in zip(x0_pred, rows.anchors["old"]["x0"], strict=True)]).mean(0)
+    loss = vgrpo_loss(
+        error, rows.anchors["old"]["error"], rows.advantages, clip=objective.clip, kl=kl, kl_weight=objective.kl_weight
+    )
     (expected,) = torch.autograd.grad(loss.sum() / B, policy.weight)
     assert expected.abs().max() > 1e-3
     for joint in (True, False):
         policy.weight.grad = None
         stats = objective.backward(policy, rows, first=False, joint=joint, weight=1 / B)
         torch.testing.assert_close(policy.weight.grad, expected, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(stats.log_ratio, (rows.error_old - error).mean(0).detach())
-        torch.testing.assert_close(stats.kl, kl.detach())
+        torch.testing.assert_close(stats.log_ratio, (rows.anchors["old"]["error"] - error).mean(0).detach())
+        torch.testing.assert_close(stats.means["kl"], kl.detach())
         assert 0 < stats.clipped.mean() < 1 or objective.clip is None
         assert stats.log_ratio.abs().max() > 1e-3
 
@@ -72,9 +75,15 @@ def test_gradient_by_finite_differences(path: str, joint: bool) -> None:
 
     def loss() -> float:
         with torch.no_grad():
-            error, x0_pred = objective.score(policy, rows, joint=True)
-            kl = torch.stack([x0_divergence(a, b) for a, b in zip(x0_pred, rows.x0_old, strict=True)]).mean(0)
-            return vgrpo_loss(error, rows.error_old, rows.advantages, clip=0.2, kl=kl, kl_weight=0.3).sum().item()
+            error, x0_pred = objective.errors(policy, rows, joint=True)
+            kl = torch.stack(
+                [x0_divergence(a, b) for a, b in zip(x0_pred, rows.anchors["old"]["x0"], strict=True)]
+            ).mean(0)
+            return (
+                vgrpo_loss(error, rows.anchors["old"]["error"], rows.advantages, clip=0.2, kl=kl, kl_weight=0.3)
+                .sum()
+                .item()
+            )
 
     for i, j in ((0, 0), (3, 5), (8, 2)):
         values = []
@@ -94,13 +103,13 @@ def test_while_theta_is_old_the_stored_scores_are_not_needed(joint: bool) -> Non
     objective.backward(policy, rows, first=False, joint=joint, weight=1.0)
     stored = policy.weight.grad.clone()
     policy.weight.grad = None
-    bare = Batch(x0=rows.x0, cond=rows.cond, t=rows.t, eps=rows.eps, advantages=rows.advantages)
+    bare = replace(rows, anchors={})
     stats = objective.backward(policy, bare, first=True, joint=joint, weight=1.0)
     torch.testing.assert_close(policy.weight.grad, stored, rtol=1e-12, atol=1e-14)
     assert (stats.log_ratio == 0).all()
     # antisymmetry: turning the rewards round turns the step round
     policy.weight.grad = None
-    turned = Batch(**{**bare.__dict__, "advantages": -bare.advantages})
+    turned = replace(bare, advantages=-bare.advantages)
     objective.backward(policy, turned, first=True, joint=joint, weight=1.0)
     torch.testing.assert_close(policy.weight.grad, -stored, rtol=1e-12, atol=1e-14)
 

@@ -148,9 +148,14 @@ def captions() -> list[dict]:
     return out
 
 
+def hashed(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") / 2**32
+
+
 def is_held_out(text: str, share: float = 0.15) -> bool:
-    """Whether a caption is kept from all training, by a hash of its text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") / 2**32 < share
+    """Whether a caption is kept from all training."""
+    return hashed(text) < share
 
 
 CORNERS = {"left of": ([0, 1], [2, 3], [0, 3], [2, 1]), "above": ([0, 2], [1, 3], [0, 3], [1, 2])}

@@ -1,9 +1,10 @@
-"""Writes the prompt files of the embedded model, `src/vgrpo/assets/scenes/{train,test}.jsonl`, from `scenes.captions`.
+"""Writes the prompt files of the embedded model, `src/vgrpo/assets/scenes/{train,validation,test}.jsonl`.
 
     python tools/write_prompts.py
 
-Tags are interleaved so that any even spread over a file meets each in the same proportion; captions that are held out
-from pretraining are the test file.
+Tags are interleaved so that any even spread over a file meets each in the same proportion. Captions that are held out
+from pretraining make the validation file, by which settings are chosen, and the test file, which is only reported. The
+two share no caption but the one of the tag `single_object`, which has no other.
 """
 
 from __future__ import annotations
@@ -40,12 +41,23 @@ def mixed(captions: list[dict], count: int, rng: np.random.Generator) -> list[di
     return out
 
 
+def halves(captions: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Each tag's captions in two parts of equal size to within one, in the order of a hash of their text."""
+    parts: tuple[list[dict], list[dict]] = ([], [])
+    for tag in SHARES:
+        own = sorted((c for c in captions if c["meta"]["tag"] == tag), key=lambda c: scenes.hashed(c["text"]))
+        for part, chosen in zip(parts, (own[::2], own[1::2] or own), strict=True):
+            part.extend(chosen)
+    return parts
+
+
 def main() -> None:
-    rng = np.random.default_rng(0)
     held_out = [c for c in scenes.captions() if scenes.is_held_out(c["text"])]
     kept = [c for c in scenes.captions() if not scenes.is_held_out(c["text"])]
+    validation, test = halves(held_out)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, captions, count in (("train", kept, 2000), ("test", held_out, 400)):
+    for name, captions, count in (("train", kept, 2000), ("validation", validation, 400), ("test", test, 400)):
+        rng = np.random.default_rng(0)
         lines = [json.dumps({"text": c["text"], **c["meta"]}) for c in mixed(captions, count, rng)]
         (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vgrpo.errors import RunError, UserError
 
+PARTS = ("weights", "averaged", "old", "moments")
 NAME = re.compile(r"step_(\d+)")
 
 
@@ -37,6 +38,8 @@ class State:
     """The trained weights by name."""
     averaged: Mapping[str, Tensor]
     """Their moving average; empty when there is none."""
+    old: Mapping[str, Tensor]
+    """θ_old where it follows slowly; empty otherwise."""
     moments: Mapping[str, Tensor]
     """The optimizer's state, `<weight>|<entry>`."""
     facts: Mapping[str, Any]
@@ -54,7 +57,7 @@ def save(folder: Path, state: State, *, keep: int) -> Path:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for name in ("weights", "averaged", "moments"):
+        for name in PARTS:
             tensors = {k: v.detach().cpu().contiguous() for k, v in getattr(state, name).items()}
             save_file(tensors, partial / f"{name}.safetensors")
         facts = {"step": state.step, "updates": state.updates, "facts": dict(state.facts)}
@@ -100,7 +103,7 @@ def load(folder: Path) -> State:
                 f"the checkpoint {newest} is damaged ({name}); delete its folder to resume from the one before"
             )
     facts = json.loads((newest / "state.json").read_text())
-    tensors = {name: load_file(newest / f"{name}.safetensors") for name in ("weights", "averaged", "moments")}
+    tensors = {name: load_file(newest / f"{name}.safetensors") for name in PARTS}
     return State(step=facts["step"], updates=facts["updates"], facts=facts["facts"], **tensors)
 
 

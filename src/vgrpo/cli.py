@@ -54,7 +54,7 @@ def train(
         for key, value in changes.items():
             put(settings, key, value)
         config = parse(settings)
-    train_policy(config, resume=resume)
+    train_policy(config, resume=resume, processes=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @app.command()

@@ -6,16 +6,16 @@ the nearest valid key. What can be derived is a property and cannot be set.
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vgrpo.errors import UserError
+from vgrpo.lookup import find_object, nearest
 from vgrpo.objectives import OBJECTIVES
 from vgrpo.objectives.vgrpo import VGRPO
 from vgrpo.rewards import REWARDS
@@ -162,6 +162,34 @@ class Run(Section):
     """CPU threads of this process."""
 
 
+def build_objective(settings: Any) -> Any:
+    """The objective that `settings` name, V-GRPO where they name none.
+
+    Raises:
+        UserError: no such objective or wrong settings, one a line.
+    """
+    if not isinstance(settings, Mapping):
+        return settings
+    kind = load_objective(settings.get("name", "vgrpo"))
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        lines = [describe(e, list(kind.model_fields), prefix=("objective",)) for e in error.errors()]
+        raise UserError("\n".join(lines)) from None
+
+
+def load_objective(name: Any) -> Any:
+    """The class of an objective: a name of ours, or `module:Class`, `file.py:Class`."""
+    if name in OBJECTIVES:
+        return find_object(OBJECTIVES[name])
+    if isinstance(name, str) and ":" in name:
+        return find_object(name)
+    raise UserError(
+        f"objective.name: no objective {name!r}{nearest(str(name), OBJECTIVES)}; there are {', '.join(OBJECTIVES)}, "
+        f"or your own as file.py:Class"
+    )
+
+
 class Config(Section):
     """A whole run. `load_recipe` makes one from a file."""
 
@@ -172,7 +200,8 @@ class Config(Section):
     rewards: dict[str, RewardEntry] = {}
     """By name. When empty, `train` must be given functions."""
     advantages: Advantages = Advantages()
-    objective: VGRPO = VGRPO()
+    objective: Annotated[Any, BeforeValidator(build_objective)] = VGRPO()
+    """Settings of one of `vgrpo.objectives`, chosen by its `name`."""
     update: Update = Update()
     optimizer: Optimizer = Optimizer()
     evaluation: Evaluation = Evaluation()
@@ -199,28 +228,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def draws_fit_schedule(self) -> Config:
-        if (
-            self.objective.times == "stratified"
-            and self.objective.schedule_steps is None
-            and self.objective.draws > self.rollout.steps
-        ):
-            raise ValueError(
-                f"objective.draws={self.objective.draws} strata need a schedule of as many steps, "
-                f"rollout.steps={self.rollout.steps}; "
-                f"use fewer draws or set objective.schedule_steps"
+    def objective_can_run(self) -> Config:
+        problems = self.objective.problems(
+            steps=self.rollout.steps, updates=self.update.total, group_size=self.rollout.group_size
+        )
+        if "average" in self.objective.anchors(updates=self.update.total) and self.run.ema is None:
+            problems.append(
+                f"objective {self.objective.name} has a KL to the moving average: set run.ema, for example to 0.9"
             )
+        if problems:
+            raise ValueError("\n  ".join(problems))
         return self
 
     def inactive(self) -> list[str]:
         """Settings that are on but cannot act, in words."""
-        out = []
-        if self.update.total == 1:
-            if self.objective.clip:
-                out.append("objective.clip: with one update per rollout the ratio is always 1")
-            if self.objective.kl_weight:
-                out.append("objective.kl_weight: with one update per rollout the policy is its own behaviour policy")
-        return out
+        return self.objective.inactive(updates=self.update.total)
 
     def dump(self) -> dict[str, Any]:
         """Plain values that `Config` accepts again."""
@@ -290,6 +312,11 @@ def parse(settings: Mapping[str, Any]) -> Config:
     problems: list[str] = []
     config = None
     try:
+        settings = {**settings, "objective": build_objective(settings.get("objective", {}))}
+    except UserError as error:
+        problems += str(error).splitlines()
+        settings = {k: v for k, v in settings.items() if k != "objective"}
+    try:
         config = Config.model_validate(settings)
     except ValidationError as error:
         problems += [describe(e, valid_keys(e["loc"])) for e in error.errors()]
@@ -344,6 +371,8 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
 def valid_keys(location: tuple[int | str, ...]) -> list[str]:
     """The keys of the section in which the last part of `location` was looked for."""
+    if location[:1] == ("objective",):
+        return list(VGRPO.model_fields)
     section: Any = Config
     for part in location[:-1]:
         field = getattr(section, "model_fields", {}).get(part)
@@ -357,11 +386,6 @@ def everywhere(key: str) -> list[str]:
     """Dotted names of all settings that are called `key`."""
     sections = {name: valid_keys((name, "")) for name in Config.model_fields}
     return [f"{section}.{key}" for section, keys in sections.items() if key in keys]
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {match[0]!r}?" if match else ""
 
 
 ALIASES = {

@@ -1,6 +1,6 @@
 """The loop, the only file that knows the order of things.
 
-    rollout → rewards → advantages → draws → score θ_old → updates
+    rollout → rewards → draws → advantages → scores under θ_old → updates
 
 `step` below is that line; the rest of the file is what surrounds it: setting up, splitting rows among updates,
 micro-batches and processes, and refusing to go on when something is not what it should be.
@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from vgrpo import checkpoint
-from vgrpo.advantages import combine_rewards, group_advantages, hard_clip, soft_clip, zero_spread
+from vgrpo.advantages import combine_rewards, hard_clip, soft_clip, zero_spread
 from vgrpo.config import Config, build_rewards
 from vgrpo.errors import RunError, UserError
 from vgrpo.evaluation import evaluate
@@ -32,10 +32,10 @@ from vgrpo.prompts import batch as prompt_batch
 from vgrpo.prompts import keep, read_prompts, spread
 from vgrpo.report import write_report
 from vgrpo.rewards import probe, score
-from vgrpo.rollout import Clock, generate, repeat
+from vgrpo.rollout import Clock, generate
 from vgrpo.run import Run, create, save_grid
-from vgrpo.seeds import generator, noise
-from vgrpo.types import Batch, Draws, Prompt, Reward, Rewards, Rollouts, Stats
+from vgrpo.seeds import generator
+from vgrpo.types import Pairs, Prepared, Prompt, Reward, Rewards, Rollouts, Scores, Stats, Walk
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ class Job:
     """[K] times at which likelihoods are estimated."""
     averaged: dict[str, Tensor]
     """Moving average of the trained weights; empty when there is none."""
+    old: dict[str, Tensor]
+    """θ_old where it follows θ slowly; empty where it is θ at the time of the rollout."""
+    start: dict[str, Tensor]
+    """The weights before training; empty when no loss needs them."""
     steps: int = 0
     updates: int = 0
 
@@ -65,6 +69,10 @@ class Job:
         """The weights that are evaluated and exported: the average where there is one; None for the present ones."""
         return self.averaged or None
 
+    def weights_of(self, whose: str) -> Mapping[str, Tensor] | None:
+        """The weights that an anchor of an objective names; None for the present ones."""
+        return {"old": self.old, "start": self.start, "average": self.averaged}[whose] or None
+
 
 def train(
     config: Config,
@@ -72,6 +80,7 @@ def train(
     rewards: Mapping[str, Reward] | Sequence[Callable] | None = None,
     prompts: Sequence[Prompt | str] | None = None,
     resume: Path | None = None,
+    processes: int | None = None,
 ) -> Run:
     """Trains a policy and returns its run folder.
 
@@ -81,12 +90,13 @@ def train(
             rewards, by name or as a list (each then has its own name, and weight 1).
         prompts: training prompts that take the place of `config.prompts.train`.
         resume: a run folder to go on with; `config` is then its own.
+        processes: how many processes were asked for; the run is refused when another number share it.
 
     Raises:
         UserError: a mistake in settings, files, model or rewards; found before any weight is loaded where possible.
         RunError: the run had to stop; what was saved before is intact.
     """
-    job = prepare(config, rewards, prompts, resume)
+    job = prepare(config, rewards, prompts, resume, processes)
     with Progress(total=config.run.steps, enabled=job.accelerator.is_main_process) as progress:
         progress.show(header(job))
         if job.steps == 0:
@@ -103,33 +113,38 @@ def train(
 def step(job: Job, progress: Progress) -> dict[str, float]:
     """One step of the method; returns its metrics."""
     config, objective, policy = job.config, job.config.objective, job.policy
-    clock, begin, calls = Clock(), perf_counter(), policy.calls
+    clock, begin, calls = Clock(), perf_counter(), Calls(policy)
     progress.part("rollout", config.images_per_step)
     prompts = prompt_batch(job.train_prompts, config.prompts.per_step, job.steps, config.run.seed)
     slots = range(job.accelerator.process_index, len(prompts), job.accelerator.num_processes)
 
-    rollouts = generate(
-        policy,
-        [prompts[s] for s in slots],
-        slots,
-        group_size=config.rollout.group_size,
-        micro_batch=config.rollout.micro_batch,
-        seed=config.run.seed,
-        step=job.steps,
-        clock=clock,
-        advance=progress.advance,
-    )
+    with policy.using(job.weights_of("old")):
+        rollouts = generate(
+            policy,
+            [prompts[s] for s in slots],
+            slots,
+            group_size=config.rollout.group_size,
+            micro_batch=config.rollout.micro_batch,
+            seed=config.run.seed,
+            step=job.steps,
+            objective=objective,
+            clock=clock,
+            advance=progress.advance,
+        )
+    calls.book("rollout")
     refuse_non_finite(rollouts)
     with clock("reward"):
         rewards = judge(job, rollouts, prompts)
-    advantages = advantages_of(config, rewards)
     draws = objective.draw(job.schedule, slots, config.rollout.group_size, seed=config.run.seed, step=job.steps)
-    scored = Scored(rollouts=rollouts, draws=draws, advantages=advantages)
-    if config.update.total > 1:
-        with clock("old"):
-            scored = score_old(job, scored)
+    prepared = Prepared(rollouts=rollouts, draws=draws, advantages=advantages_of(config, rewards, rollouts.walk))
+    for whose in objective.anchors(updates=config.update.total):
+        with clock("old"), policy.using(job.weights_of(whose)):
+            scores = score_all(job, prepared)
+        prepared = replace(prepared, anchors={**prepared.anchors, whose: scores})
+        calls.book("old" if whose == "old" else "reference")
     with clock("update"):
-        metrics = update(job, scored, progress)
+        metrics = update(job, prepared, progress)
+    calls.book("update")
 
     if job.accelerator.is_main_process and job.steps % config.run.sample_every == 0:
         save_samples(job, rollouts, rewards)
@@ -141,13 +156,26 @@ def step(job: Job, progress: Progress) -> dict[str, float]:
         reward_metrics(rewards)
         | metrics
         | timing
-        | {
-            "images": config.images_per_step,
-            "network_calls": (policy.calls - calls) * job.accelerator.num_processes,
-            "seconds": seconds,
-            "time/rest": seconds - sum(timing.values()),
-        }
+        | calls.counts(job.accelerator.num_processes)
+        | {"images": config.images_per_step, "seconds": seconds, "time/rest": seconds - sum(timing.values())}
     )
+
+
+class Calls:
+    """Counts a policy's network calls by what they were for."""
+
+    def __init__(self, policy: Pipeline) -> None:
+        self.policy, self.seen = policy, policy.calls
+        self.booked: dict[str, float] = dict.fromkeys(("rollout", "old", "reference", "update"), 0.0)
+
+    def book(self, kind: str) -> None:
+        """Books what was called since the last booking."""
+        self.booked[kind] += self.policy.calls - self.seen
+        self.seen = self.policy.calls
+
+    def counts(self, processes: int) -> dict[str, float]:
+        out = {f"calls/{kind}": n * processes for kind, n in self.booked.items()}
+        return {"network_calls": sum(out.values()), **out}
 
 
 def judge(job: Job, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rewards:
@@ -165,11 +193,11 @@ def judge(job: Job, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rewards:
     return Rewards(parts=parts, total=total, valid=torch.ones_like(total, dtype=torch.bool))
 
 
-def advantages_of(config: Config, rewards: Rewards) -> Tensor:
-    """[P, G] float64. Rewards that were normalised each in its group are not scaled a second time."""
+def advantages_of(config: Config, rewards: Rewards, walk: Walk | None) -> Tensor:
+    """[P, I] float64. Rewards that were normalised each in its group are not scaled a second time."""
     settings = config.advantages
     scale = settings.scale if settings.combine == "sum" else "none"
-    advantages = group_advantages(rewards.total, scale=scale, valid=rewards.valid)
+    advantages = config.objective.advantages(rewards.total, rewards.valid, scale=scale, walk=walk)
     if settings.hard_clip:
         advantages = hard_clip(advantages, settings.hard_clip)
     if settings.soft_clip:
@@ -177,97 +205,73 @@ def advantages_of(config: Config, rewards: Rewards) -> Tensor:
     return advantages
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """All that the updates of a step learn from."""
-
-    rollouts: Rollouts
-    draws: Draws
-    advantages: Tensor
-    """[P, G] of all processes, on the CPU."""
-    error_old: Tensor | None = None
-    """[M, N] errors of θ_old on this process's rows; None when there is one update and they are not needed."""
-    x0_old: Tensor | None = None
-    """[M, N, *latent] its x-predictions, only when a KL will be taken."""
-
-    def batch(self, rows: Tensor) -> Batch:
-        """The given rows of this process; their noise is made again from its identity."""
-        rollouts, draws, device = self.rollouts, self.draws, self.rollouts.x0.device
-        sets, place = draws.set_of_row[rows].unique(return_inverse=True)
-        shape = rollouts.x0.shape[1:]
-        eps = [noise([(*draws.identities[s], "noise", j) for s in sets.tolist()], shape) for j in range(len(draws.t))]
-        own, there = self.advantages[list(rollouts.slots)].flatten(), rows.to(device)
-        return Batch(
-            x0=rollouts.x0[there],
-            cond=repeat(rollouts.cond, rows // rollouts.group_size),
-            t=draws.t[:, draws.set_of_row[rows]].to(device),
-            eps=torch.stack(eps)[:, place].to(device),
-            advantages=own[rows].float().to(device),
-            error_old=None if self.error_old is None else self.error_old[:, there],
-            x0_old=None if self.x0_old is None else self.x0_old[:, there],
-        )
-
-
-def score_old(job: Job, scored: Scored) -> Scored:
-    """Scores θ_old on every pair right after the rollout, in the same micro-batch shape in which θ will be."""
-    settings, objective, errors, predictions = job.config.update, job.config.objective, [], []
-    for rows in torch.arange(len(scored.rollouts.x0)).split(settings.micro_batch):
+def score_all(job: Job, prepared: Prepared) -> Scores:
+    """Scores of all items of this process, in the same micro-batch shape in which θ will be scored."""
+    settings, objective = job.config.update, job.config.objective
+    items = len(prepared.rollouts.prompts) * prepared.advantages.shape[1]
+    parts = []
+    for chosen in torch.arange(items).split(settings.micro_batch):
         with torch.no_grad():
-            error, x0 = objective.score(job.policy, scored.batch(rows), joint=settings.joint_draws)
-        errors.append(error)
-        if objective.kl_weight:
-            predictions.append(x0)
-    return replace(scored, error_old=torch.cat(errors, 1), x0_old=torch.cat(predictions, 1) if predictions else None)
+            parts.append(objective.score(job.policy, objective.batch(prepared, chosen), joint=settings.joint_draws))
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]} if parts else {}
 
 
-def update(job: Job, scored: Scored, progress: Progress) -> dict[str, float]:
+def update(job: Job, prepared: Prepared, progress: Progress) -> dict[str, float]:
     """All optimizer steps on one rollout: each pass goes over its groups once, in an order of its own."""
     config, settings = job.config, job.config.update
     progress.part("update", config.images_per_step * settings.passes)
     done: list[dict[str, float]] = []
     for number in range(settings.passes):
         order = torch.randperm(
-            len(scored.advantages), generator=generator(config.run.seed, job.steps, "order", number)
+            len(prepared.advantages), generator=generator(config.run.seed, job.steps, "order", number)
         ).tolist()
         for slots in chunks(order, len(order) // settings.per_rollout):
-            if not config.objective.kl_weight and not scored.advantages[slots].any():
+            if not config.objective.learns_from_all and not prepared.advantages[slots].any():
                 continue  # no group has a spread: there is nothing to learn from, and weight decay must not act alone
-            stats = accumulate(job, scored, slots, first=not done)
+            stats = accumulate(job, prepared, slots, first=not done)
             progress.advance(len(slots) * config.rollout.group_size)
             if not done:
                 refuse_ratio(job, stats)
-            done.append(summarise(stats) | descend(job, scored.rollouts))
+            done.append(summarise(stats) | descend(job, prepared.rollouts))
     if not done:
         log.warning("step %d: no group has a spread in its rewards, so nothing was learnt", job.steps + 1)
         return {"updates": 0.0, "weight_change": 0.0}
-    means = {
-        k: sum(d[k] for d in done) / len(done) for k in ("clip_fraction", "kl", "error", "grad_norm", "weight_change")
-    }
-    last = {k: done[-1][k] for k in ("ratio/mean", "ratio/std", "lr")}
-    return {"updates": float(len(done)), "ratio/first": done[0]["ratio/worst"], **last, **means}
+    follow(job)
+    last: dict[str, float] = {k: done[-1][k] for k in ("ratio/mean", "ratio/std", "lr") if k in done[-1]}
+    first = {"ratio/first": done[0]["ratio/worst"]} if "ratio/worst" in done[0] else {}
+    means = {k: sum(d[k] for d in done) / len(done) for k in done[0] if k not in {*last, "ratio/worst"}}
+    return {"updates": float(len(done)), **first, **last, **means}
 
 
-def accumulate(job: Job, scored: Scored, slots: Sequence[int], *, first: bool) -> list[Stats]:
-    """Adds the gradient of the mean loss over the groups in `slots`, as far as they are this process's, in micro-batches.
+def follow(job: Job) -> None:
+    """Lets θ_old follow θ, for objectives in which it does so slowly."""
+    decay = job.config.objective.old_decay(job.steps)
+    for name, old in job.old.items():
+        old.lerp_(job.policy.trainable[name].detach(), 1 - decay)
 
-    Rows of groups without spread have advantage 0 and hence no gradient; without a KL they cost no network call.
+
+def accumulate(job: Job, prepared: Prepared, slots: Sequence[int], *, first: bool) -> list[Stats]:
+    """Adds the gradient of the mean loss over the items of `slots`, as far as they are this process's, in micro-batches.
+
+    Items of advantage 0, such as those of groups without spread, have no gradient unless the objective says otherwise;
+    they cost no network call.
     """
-    settings, objective, size = job.config.update, job.config.objective, job.config.rollout.group_size
-    place = {slot: i for i, slot in enumerate(scored.rollouts.slots)}
+    settings, objective, size = job.config.update, job.config.objective, prepared.advantages.shape[1]
+    place = {slot: i for i, slot in enumerate(prepared.rollouts.slots)}
     learnt = [
-        place[slot] * size + member
+        place[slot] * size + item
         for slot in slots
         if slot in place
-        for member in range(size)
-        if objective.kl_weight or scored.advantages[slot, member] != 0
+        for item in range(size)
+        if objective.learns_from_all or prepared.advantages[slot, item] != 0
     ]
     out: list[Stats] = []
-    for rows in chunks(learnt, settings.micro_batch):
-        batch = scored.batch(torch.tensor(rows))
-        if first and not out and batch.error_old is None:  # one look at the ratio, which the gradient does not need
-            with torch.no_grad():
-                error, _ = objective.score(job.policy, batch.first_draw(), joint=settings.joint_draws)
-            batch = replace(batch, error_old=error)
+    for items in chunks(learnt, settings.micro_batch):
+        batch = objective.batch(prepared, torch.tensor(items))
+        if first and not out and isinstance(batch, Pairs) and "old" not in batch.anchors:
+            with torch.no_grad():  # one look at the ratio, which the gradient does not need
+                scores = objective.score(job.policy, batch.first_draw(), joint=settings.joint_draws)
+            batch = replace(batch, anchors={**batch.anchors, "old": scores})
         weight = 1 / (len(slots) * size)
         out.append(objective.backward(job.policy, batch, first=first, joint=settings.joint_draws, weight=weight))
     return out
@@ -334,8 +338,8 @@ def refuse_non_finite(rollouts: Rollouts) -> None:
 def refuse_ratio(job: Job, stats: Sequence[Stats]) -> None:
     """Before the first update of a rollout θ is θ_old and every ratio must be 1; if not, the two were scored differently."""
     tolerance = job.config.update.ratio_tolerance or (1e-4 if job.policy.dtype == torch.float32 else 5e-2)
-    off = max((s.log_ratio.expm1().abs().max().item() for s in stats), default=0.0)
-    clip = job.config.objective.clip
+    off = max((s.log_ratio.expm1().abs().max().item() for s in stats if s.log_ratio is not None), default=0.0)
+    clip = getattr(job.config.objective, "clip", None)
     if not off <= tolerance:
         raise RunError(
             f"step {job.steps + 1}: before any update the ratio of new to old policy is off 1 by {off:.2e}, "
@@ -347,23 +351,26 @@ def refuse_ratio(job: Job, stats: Sequence[Stats]) -> None:
 
 
 def summarise(stats: Sequence[Stats]) -> dict[str, float]:
-    """Means over the rows of all processes, and the largest |ratio − 1|."""
-    sums, worst = torch.zeros(6, dtype=torch.float64), 0.0
+    """Means over the items of all processes, and the largest |ratio − 1| where there are ratios."""
+    parts: dict[str, Tensor] = {}
     if stats:
-        ratio = torch.cat([s.log_ratio for s in stats]).double().exp().cpu()
-        parts = [torch.cat([getattr(s, key) for s in stats]).double().cpu() for key in ("clipped", "kl", "error")]
-        sums = torch.stack([torch.ones_like(ratio).sum(), ratio.sum(), (ratio**2).sum(), *[p.sum() for p in parts]])
-        worst = (ratio - 1).abs().max().item()
-    everyone = gather_object([(sums, worst)])
-    count, total, squares, clipped, kl, error = torch.stack([s for s, _ in everyone]).sum(0).tolist()
-    return {
-        "ratio/mean": total / count,
-        "ratio/std": math.sqrt(max(squares / count - (total / count) ** 2, 0.0)),
-        "ratio/worst": max(w for _, w in everyone),
-        "clip_fraction": clipped / count,
-        "kl": kl / count,
-        "error": error / count,
-    }
+        parts["clip_fraction"] = torch.cat([s.clipped for s in stats])
+        for name in stats[0].means:
+            parts[name] = torch.cat([s.means[name] for s in stats])
+        ratios = [s.log_ratio.double().exp() for s in stats if s.log_ratio is not None]
+        if ratios:
+            parts["ratio/mean"] = torch.cat([r if r.ndim == 1 else r.mean(0) for r in ratios])
+            parts["ratio/square"] = torch.cat([r**2 if r.ndim == 1 else (r**2).mean(0) for r in ratios])
+            parts["ratio/worst"] = torch.stack([(r - 1).abs().max() for r in ratios])
+    mine = {k: (v.double().sum().item(), len(v), v.double().max().item()) for k, v in parts.items()}
+    everyone = [m for m in gather_object([mine]) if m]
+    out = {}
+    for name in everyone[0]:
+        out[name] = sum(m[name][0] for m in everyone) / sum(m[name][1] for m in everyone)
+    if "ratio/worst" in out:
+        out["ratio/worst"] = max(m["ratio/worst"][2] for m in everyone)
+        out["ratio/std"] = math.sqrt(max(out.pop("ratio/square") - out["ratio/mean"] ** 2, 0.0))
+    return out
 
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
@@ -379,7 +386,7 @@ def reward_metrics(rewards: Rewards) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------- around the loop
 
 
-def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None) -> Job:
+def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None, processes: int | None = None) -> Job:
     """Checks everything that can be checked without weights, then loads the model."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -399,7 +406,15 @@ def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None) -> 
         probe(name, reward, train_prompts[:2])
 
     trackers = list(config.run.trackers)
-    accelerator = Accelerator(log_with=trackers or None, project_dir=str(Path(config.run.folder)))
+    # without `cpu` accelerate starts no process group on a machine without accelerator: each process would train alone
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), log_with=trackers or None, project_dir=config.run.folder
+    )
+    if processes and accelerator.num_processes != processes:
+        raise UserError(
+            f"{processes} processes were started but only {accelerator.num_processes} found each other; "
+            f"start them with torchrun or accelerate launch, each with the same command"
+        )
     if accelerator.num_processes > config.prompts.per_step:
         raise UserError(
             f"{accelerator.num_processes} processes but prompts.per_step={config.prompts.per_step}: each process needs a prompt"
@@ -411,7 +426,12 @@ def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None) -> 
     policy = Pipeline(config, accelerator.device)
     s = config.optimizer
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
-    averaged = {name: p.detach().clone() for name, p in policy.trainable.items()} if config.run.ema else {}
+    copies = {
+        "averaged": config.run.ema is not None,
+        "old": config.objective.old_decay(0) is not None,
+        "start": "start" in config.objective.anchors(updates=config.update.total),
+    }
+    kept = {k: {n: p.detach().clone() for n, p in policy.trainable.items()} if on else {} for k, on in copies.items()}
     job = Job(
         config=config,
         accelerator=accelerator,
@@ -422,8 +442,10 @@ def prepare(config: Config, rewards: Any, prompts: Any, resume: Path | None) -> 
         test_prompts=test_prompts,
         optimizer=optimizer,
         run=run,
-        schedule=policy.schedule(config.objective.schedule_steps),
-        averaged=averaged,
+        schedule=policy.schedule(getattr(config.objective, "schedule_steps", None)),
+        averaged=kept["averaged"],
+        old=kept["old"],
+        start=kept["start"],
     )
     if state:
         restore(job, state)
@@ -477,8 +499,9 @@ def facts(config: Config) -> dict[str, Any]:
 def restore(job: Job, state: checkpoint.State) -> None:
     job.policy.load(state.weights)
     checkpoint.restore_moments(job.optimizer, job.policy.trainable, state.moments)
-    for name, mean in job.averaged.items():
-        mean.copy_(state.averaged[name])
+    for kept, saved in ((job.averaged, state.averaged), (job.old, state.old)):
+        for name, copy in kept.items():
+            copy.copy_(saved[name])
     job.steps, job.updates = state.step, state.updates
     if job.accelerator.is_main_process:
         job.run.forget_after(state.step)
@@ -506,6 +529,7 @@ def save(job: Job) -> None:
             updates=job.updates,
             weights=weights,
             averaged=job.averaged,
+            old=job.old,
             moments=checkpoint.moments_of(job.optimizer, weights),
             facts=facts(job.config),
         )

@@ -31,6 +31,9 @@ SAMPLERS = {
 """ODE solvers of diffusers that integrate a flow exactly or to second order; DEIS and SASolver do not and are left out."""
 
 
+PATHS = {"linear": "linear path (flow matching)", "vp": "variance-preserving path (DDPM)"}
+
+
 class Pipeline:
     """A text-to-image pipeline of a known family, with one trainable network.
 
@@ -134,10 +137,33 @@ class Pipeline:
             )
         return (pixels.float() / 2 + 0.5).clamp(0, 1).mul(255).round().byte().cpu()
 
+    def finish(self, x: Tensor, cond: Cond, t: float, steps: int) -> Tensor:
+        """Finished latents [N, *latent] from states `x` at `t` by DPM-Solver++ over `steps` equal steps of time."""
+        scheduler = make_scheduler(self.pipe.scheduler, "dpmpp", None)
+        scheduler.set_timesteps(steps, device=self.device)
+        # the solver has no argument for a start below 1, so its own table is written
+        scheduler.sigmas = torch.linspace(t, 0, steps + 1)
+        scheduler.timesteps = scheduler.sigmas[:-1].to(self.device) * 1000
+        for timestep in scheduler.timesteps:
+            prediction = self.guided(x, (timestep / 1000).expand(len(x)), cond)
+            x = scheduler.step(prediction, timestep, x, return_dict=False)[0]
+        return x.float()
+
     def predict(self, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """The network's output [N, *latent] at `t` [N] in [0, 1], in the units of `path.target`."""
         self.calls += len(x_t)
         return self.family.predict(self.net, x_t.to(self.dtype), t.to(x_t.device), cond)
+
+    def guided(self, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        """`predict` with the rollout's classifier-free guidance, which doubles the calls; the same call without one."""
+        x_t, t = x_t.to(self.device), t.to(self.device)
+        guidance = self.config.rollout.guidance
+        if guidance <= 1:
+            return self.predict(x_t, t, cond)
+        empty = self.encode([Prompt(text="", id="")])
+        both = {k: torch.cat([empty[k].expand_as(v), v]) for k, v in cond.items()}
+        without, with_prompt = self.predict(torch.cat([x_t, x_t]), torch.cat([t, t]), both).chunk(2)
+        return without + guidance * (with_prompt - without)
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -229,7 +255,8 @@ def family_of(class_name: str, path: str) -> Any:
     if class_name not in POLICIES:
         raise UserError(
             f"model.path: {path} is a {class_name}; known are {', '.join(POLICIES)}. A family needs an adapter like "
-            f"vgrpo/policies/sd3.py (network, lora_targets, path, latent_shape, size_step, encode, call, predict, shift, unscale), "
+            f"vgrpo/policies/sd3.py (network, lora_targets, path_kind, path, latent_shape, size_step, encode, call, predict, "
+            f"shift, unscale), "
             f"entered in vgrpo.policies.POLICIES"
         )
     module, name = POLICIES[class_name].split(":")
@@ -240,6 +267,12 @@ def check(config: Config) -> None:
     """Finds mistakes about the model from its JSON files alone: folder, family, picture size. Raises UserError."""
     folder, class_name = find(config.model.path, config.model.revision)
     family = family_of(class_name, config.model.path)
+    needed = config.objective.needs_path
+    if needed and needed != family.path_kind:
+        raise UserError(
+            f"objective.name={config.objective.name} is for models of a {PATHS[needed]}, "
+            f"{config.model.path} ({class_name}) has a {PATHS[family.path_kind]}"
+        )
     if not Path(folder).is_dir():
         return  # a hub name: its parts are read when it is opened
     parts = {name: json.loads((Path(folder) / name / "config.json").read_text()) for name in (family.network, "vae")}

@@ -16,6 +16,7 @@ class StableDiffusion3:
     """What `policies.pipeline.Pipeline` has to know of the family."""
 
     network = "transformer"
+    path_kind = "linear"
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
