@@ -110,6 +110,41 @@ def evaluate(
 
 
 @app.command()
+def race(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file, or the YAML file of a race.")],
+    overrides: Overrides = None,
+) -> None:
+    """Objectives against each other on equal terms.
+
+    Example: [bold]vgrpo race tiny objectives=\\[vgrpo,nft] budget="60000 calls"[/bold]
+
+    The recipe's settings are those of all; objectives, budget, seeds, points, target, search, folder and name are the race's.
+    The same command again goes on where it stopped.
+    """
+    from vgrpo.config import parse_overrides
+    from vgrpo.race import hold, load_race
+
+    folder = hold(load_race(recipe, parse_overrides(overrides or [])))
+    typer.echo((folder / "race.md").read_text())
+    typer.echo(f"figure    {folder / 'race.png'}\nnumbers   {folder / 'race.json'}")
+
+
+@app.command()
+def ablate(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file, with V-GRPO as its objective.")],
+    overrides: Overrides = None,
+    repeats: Annotated[int, typer.Option(help="How often the pairs of time and noise are drawn.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder for ablate.json, ablate.md and ablate.png.")] = Path("ablate"),
+) -> None:
+    """How loud the surrogate is with each technique on and off. Example: [bold]vgrpo ablate tiny --repeats 16[/bold]"""
+    from vgrpo.ablate import study
+    from vgrpo.config import load_recipe, parse_overrides
+
+    study(load_recipe(recipe, **parse_overrides(overrides or [])), repeats=repeats, folder=out)
+    typer.echo((out / "ablate.md").read_text())
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes in the package. Example: [bold]vgrpo recipes[/bold]"""
     from vgrpo.config import recipes as names

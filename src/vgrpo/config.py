@@ -132,6 +132,8 @@ class RewardEntry(BaseModel):
 class Evaluation(Section):
     every: Positive = 20
     """Steps between evaluations; the first and the last step are always evaluated."""
+    points: Positive | None = None
+    """Evaluations spread over `run.budget`, in place of `every`."""
     prompts: Positive = 200
     """How many held-out prompts, spread evenly over the file."""
     images_per_prompt: Positive = 1
@@ -144,10 +146,34 @@ class Evaluation(Section):
     seed: int = 10_000
 
 
+class Budget(Section):
+    """One of the three; a run ends after the step that spends it, and its rate falls over it."""
+
+    calls: Positive | None = None
+    """Network calls of training: a picture through the network once, guidance counted double."""
+    seconds: Annotated[float, Field(gt=0)] | None = None
+    """Seconds of training, evaluations and saving apart."""
+    updates: Positive | None = None
+    """Optimizer steps."""
+
+    @model_validator(mode="after")
+    def one_of_three(self) -> Budget:
+        given = {k: v for k, v in self.model_dump().items() if v is not None}
+        if len(given) != 1:
+            raise ValueError(f"run.budget: expected one of calls, seconds and updates, got {given or 'none'}")
+        return self
+
+    @property
+    def unit(self) -> str:
+        return next(k for k, v in self.model_dump().items() if v is not None)
+
+
 class Run(Section):
     name: str = "run"
     folder: str = "runs"
     steps: Positive = 100
+    budget: Budget | None = None
+    """What ends the run before `steps` do."""
     seed: int = 0
     save_every: Positive = 20
     keep: Positive = 2
@@ -225,6 +251,12 @@ class Config(Section):
             )
         if self.evaluation.main and self.evaluation.main not in (self.evaluation.rewards or self.rewards):
             raise ValueError(f"evaluation.main={self.evaluation.main!r} is none of the evaluated rewards")
+        return self
+
+    @model_validator(mode="after")
+    def points_need_a_budget(self) -> Config:
+        if self.evaluation.points and not self.run.budget:
+            raise ValueError("evaluation.points spreads evaluations over run.budget, which is not set")
         return self
 
     @model_validator(mode="after")

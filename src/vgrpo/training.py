@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +38,7 @@ from vgrpo.seeds import generator
 from vgrpo.types import Pairs, Prepared, Prompt, Reward, Rewards, Rollouts, Scores, Stats, Walk
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 @dataclass(kw_only=True)
@@ -63,11 +64,23 @@ class Job:
     """The weights before training; empty when no loss needs them."""
     steps: int = 0
     updates: int = 0
+    calls: float = 0.0
+    seconds: float = 0.0
 
     @property
     def tuned(self) -> Mapping[str, Tensor] | None:
         """The weights that are evaluated and exported: the average where there is one; None for the present ones."""
         return self.averaged or None
+
+    @property
+    def done(self) -> float:
+        """Share of the run that is behind, from 0; at least 1 at its end."""
+        budget = self.config.run.budget
+        steps = self.steps / self.config.run.steps
+        if budget is None:
+            return steps
+        share = getattr(self, budget.unit) / getattr(budget, budget.unit)
+        return share if steps < 1 else max(share, 1.0)
 
     def weights_of(self, whose: str) -> Mapping[str, Tensor] | None:
         """The weights that an anchor of an objective names; None for the present ones."""
@@ -101,10 +114,13 @@ def train(
         progress.show(header(job))
         if job.steps == 0:
             assess(job, progress, weights="base")
-        while job.steps < config.run.steps:
+        while job.done < 1:
+            before = job.done
             row = step(job, progress)
             job.steps += 1
-            record(job, row, progress)
+            job.calls += row["network_calls"]
+            job.seconds += row["seconds"]
+            record(job, row, progress, before)
         finish(job)
         progress.show(footer(job))
     return job.run
@@ -148,7 +164,7 @@ def step(job: Job, progress: Progress) -> dict[str, float]:
 
     if job.accelerator.is_main_process and job.steps % config.run.sample_every == 0:
         save_samples(job, rollouts, rewards)
-    seconds = perf_counter() - begin
+    seconds = shared(job.accelerator, lambda: perf_counter() - begin)  # or processes would end at different steps
     timing = {
         f"time/{k}": clock.seconds.get(k, 0.0) for k in ("encode", "rollout", "decode", "reward", "old", "update")
     }
@@ -288,7 +304,7 @@ def descend(job: Job, rollouts: Rollouts) -> dict[str, float]:
         raise RunError(
             f"step {job.steps + 1}: the gradient is not finite; no update was made. Prompts of the step: {ids}"
         )
-    rate = learning_rate(job.config, job.updates)
+    rate = learning_rate(job.config, job.updates, job.done)
     for group in job.optimizer.param_groups:
         group["lr"] = rate
     before = fingerprint(weights)
@@ -313,10 +329,13 @@ def sum_gradients(accelerator: Accelerator, weights: Sequence[torch.nn.Parameter
         p.grad = g
 
 
-def learning_rate(config: Config, update: int) -> float:
-    """Rate of optimizer step `update`, counted from 0; a function of nothing else, so that a resume cannot change it."""
+def learning_rate(config: Config, update: int, done: float = 0.0) -> float:
+    """Rate of optimizer step `update`, counted from 0; a function of nothing else, so that a resume cannot change it.
+
+    With a budget the rate falls over the share of it that is spent, `done`, in place of the number of updates.
+    """
     settings = config.optimizer
-    done = update / config.updates
+    done = update / config.updates if config.run.budget is None else min(done, 1.0)
     fall = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[settings.schedule]
     return settings.lr * fall * min(1.0, (update + 1) / max(settings.warmup, 1))
 
@@ -485,8 +504,10 @@ def as_prompts(prompts: Sequence[Prompt | str]) -> tuple[Prompt, ...]:
     return tuple(p if isinstance(p, Prompt) else Prompt(text=p, id=str(i)) for i, p in enumerate(prompts, 1))
 
 
-def shared(accelerator: Accelerator, make: Callable[[], Run]) -> Run:
+def shared(accelerator: Accelerator, make: Callable[[], Made]) -> Made:
     """What the main process makes, for all."""
+    if accelerator.num_processes == 1:
+        return make()
     box = [make() if accelerator.is_main_process else None]
     return broadcast_object_list(box)[0]
 
@@ -505,11 +526,14 @@ def restore(job: Job, state: checkpoint.State) -> None:
     job.steps, job.updates = state.step, state.updates
     if job.accelerator.is_main_process:
         job.run.forget_after(state.step)
+    job.accelerator.wait_for_everyone()
+    rows = [row for row in job.run.metrics() if row["step"] <= state.step]
+    job.calls, job.seconds = (sum(row[key] for row in rows) for key in ("network_calls", "seconds"))
 
 
-def record(job: Job, row: dict[str, float], progress: Progress) -> None:
-    """Writes a step down; saves and evaluates when it is time."""
-    settings, last = job.config.run, job.steps == job.config.run.steps
+def record(job: Job, row: dict[str, float], progress: Progress, before: float) -> None:
+    """Writes a step down; saves and evaluates when it is time. `before` is the share done before the step."""
+    settings, last, points = job.config.run, job.done >= 1, job.config.evaluation.points
     if job.accelerator.is_main_process:
         job.run.log({"step": job.steps, **row})
         progress.line(job.steps, row)
@@ -517,7 +541,8 @@ def record(job: Job, row: dict[str, float], progress: Progress) -> None:
         job.accelerator.log(row, step=job.steps)
     if last or job.steps % settings.save_every == 0:
         save(job)
-    if last or job.steps % job.config.evaluation.every == 0:
+    due = int(job.done * points) > int(before * points) if points else job.steps % job.config.evaluation.every == 0
+    if last or due:
         assess(job, progress, weights="tuned")
 
 
@@ -558,7 +583,8 @@ def assess(job: Job, progress: Progress, *, weights: str) -> None:
             advance=progress.advance,
         )
     if job.accelerator.is_main_process:
-        job.run.log({"step": job.steps, "weights": weights, **row}, "evaluations.jsonl")
+        spent = {"calls": job.calls, "seconds": job.seconds, "updates": job.updates}
+        job.run.log({"step": job.steps, "weights": weights, **spent, **row}, "evaluations.jsonl")
         progress.evaluated(job.steps, row)
 
 
