@@ -70,6 +70,7 @@ def evaluation(folder, step, strict, *, size=64):
         "weights": "tuned" if step else "base",
         "scores": {"strict": mean, "graded": 0.5 * mean + 0.25},
         "by_tag": {"strict": {"<i>": [mean, mean - 0.125, mean + 0.125, len(strict)]}},
+        "guards": {"brightness": 0.25 + 0.0625 * step, "near_duplicates": 0.0},
     }
 
 
@@ -336,3 +337,12 @@ def test_durations(value, words):
 )
 def test_scores(value, share, words):
     assert score(value, share) == words
+
+
+def test_guards_and_the_method_of_the_run(run):
+    text = " ".join(Page(write_report(run).read_text()).texts)
+    assert "brightness" in text and "0.250" in text and "0.438" in text and "near duplicates" in text
+    assert "V-GRPO trained" in text and "The objective of this run" not in text
+    (run / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"objective": {"name": "nft"}}))
+    text = " ".join(Page(write_report(run).read_text()).texts)
+    assert "DiffusionNFT trained" in text and "arXiv:2509.16117" in text

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vgrpo.guards import guards
 from vgrpo.rewards import score
 from vgrpo.rollout import generate
 from vgrpo.run import save_grid
@@ -37,7 +38,8 @@ def evaluate(
     weights can be compared picture by picture. `share` = (process, processes) and `gather` spread the prompts.
 
     Returns:
-        {"scores": {reward: mean}, "by_tag": {reward: {tag: [mean, low, high, n]}}}; intervals hold 95 %.
+        {"scores": {reward: mean}, "by_tag": {reward: {tag: [mean, low, high, n]}}, "guards": {figure: mean}}; intervals
+        hold 95 %. Guards, see `vgrpo.guards`, are those of this process's pictures, weighed by their number.
     """
     slots = range(share[0], len(prompts), share[1])
     mine = [prompts[s] for s in slots]
@@ -63,6 +65,7 @@ def evaluate(
         }
         own.append(row)
     rows = sorted(gather(own), key=lambda row: row["place"])
+    looks = gather([(len(rows_of), guards(rollouts.images, images_per_prompt))])
     if share[0] == 0:
         (folder / "scores.json").write_text(json.dumps({"rows": rows}))
     scored = {name: scores_of(rows, name, images_per_prompt) for name in rewards}
@@ -70,6 +73,10 @@ def evaluate(
     return {
         "scores": {name: float(values.mean()) for name, values in scored.items()},
         "by_tag": {name: by_tag(values, tags) for name, values in scored.items()} if all(tags) else {},
+        "guards": {
+            name: sum(n * look[name] for n, look in looks if n) / sum(n for n, _ in looks)
+            for name in next(look for n, look in looks if n)
+        },
     }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vgrpo.errors import UserError
+from vgrpo.guards import MEANINGS
 from vgrpo.statistics import Interval, interval, paired_bootstrap
 
 if TYPE_CHECKING:
@@ -39,12 +40,29 @@ DIAGNOSTICS = {
     "ratio/first": "Largest |ratio − 1| before the first update of a step: rounding, and nothing else.",
     "clip_fraction": "Share of images whose gradient the ratio clip stopped.",
     "kl": "Squared distance of the x0-predictions from the policy that drew the pictures.",
+    "kl_old": "Squared distance of the predictions from the policy that drew the pictures.",
+    "kl_start": "KL to the policy before training, as the objective defines it.",
+    "kl_average": "Squared distance of the predictions from the moving average of the policy.",
     "error": "Denoising error of the sampled pictures, the negative of the log-likelihood's stand-in.",
     "grad_norm": "Norm of the gradient before clipping.",
     "weight_change": "Relative change of the trained weights per update.",
     "zero_std_fraction": "Share of groups whose images all scored the same; they teach nothing.",
     "lr": "Learning rate.",
 }
+METHODS = {
+    "vgrpo": ("V-GRPO", "2604.23380"),
+    "elbo": ("The plain ELBO surrogate", "2604.23380"),
+    "fpo": ("FPO", "2507.21053"),
+    "awm": ("AWM", "2509.25050"),
+    "nft": ("DiffusionNFT", "2509.16117"),
+    "ddpo": ("DDPO", "2305.13301"),
+    "flow_grpo": ("Flow-GRPO", "2505.05470"),
+    "flow_grpo_fast": ("Flow-GRPO-Fast", "2505.05470"),
+    "dance_grpo": ("DanceGRPO", "2505.07818"),
+    "mix_grpo": ("MixGRPO", "2507.21802"),
+    "branch_grpo": ("BranchGRPO", "2509.06040"),
+}
+"""Name and arXiv number of what a run's objective is."""
 TIMES = {
     "rollout": "sampling",
     "decode": "decoding pictures",
@@ -615,6 +633,8 @@ def page(run: Recorded) -> str:
         tiles=tiles(run),
         hero=Markup(svg(curve, width=4.7, height=3.7)) if curve else None,
         pairs=[pair_card(pair, run.main) for pair in pairs(run)[:PAIRS_SHOWN]],
+        method=method(run),
+        guards=guard_rows(run),
         categories=[category_row(row, ends) for row in tags],
         ends=ends,
         rewards=[(name, Markup(svg(c)), c.y[0], c.y[-1]) for name, c in rewards.items()],
@@ -635,10 +655,28 @@ def story(run: Recorded) -> str:
     where = f" on {machine(run.facts)}" if machine(run.facts) else ""
     aim = f", rewarding {listed(list(rewards))}" if rewards else ""
     done, planned = len(run.metrics), section(run.settings, "run").get("steps") or 0
-    steps = f"{done} of {planned} steps" if done < planned else f"{done} step{'' if done == 1 else 's'}"
+    budget = section(run.settings, "run").get("budget")
+    steps = f"{done} of {planned} steps" if done < planned and not budget else f"{done} step{'' if done == 1 else 's'}"
+    name = method(run)[0]
     if not run.metrics:
-        return f"V-GRPO on {model(run)}{aim}. No step was finished."
-    return f"V-GRPO trained {model(run)} for {steps}{each}, {duration(seconds(run))}{where}{aim}."
+        return f"{name} on {model(run)}{aim}. No step was finished."
+    return f"{name} trained {model(run)} for {steps}{each}, {duration(seconds(run))}{where}{aim}."
+
+
+def method(run: Recorded) -> tuple[str, str]:
+    """Name and arXiv number of the run's objective; a user's own has its name and no number."""
+    name = str(section(run.settings, "objective").get("name", "vgrpo"))
+    return METHODS.get(name, (name, ""))
+
+
+def guard_rows(run: Recorded) -> list[tuple[str, str, float, float]]:
+    """(figure, what it is, before, now) of every guard that the first and the last evaluation have."""
+    if len(run.evaluations) < 2:
+        return []
+    first, last = (run.evaluations[i].get("guards") or {} for i in (0, -1))
+    return [
+        (k.replace("_", " "), words, first[k], last[k]) for k, words in MEANINGS.items() if k in first and k in last
+    ]
 
 
 def listed(words: Sequence[str]) -> str:
