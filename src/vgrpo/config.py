@@ -86,6 +86,9 @@ class Advantages(Section):
     soft_clip: Annotated[float, Field(gt=0)] | None = None
     """η of Â = η·tanh(A/η), Eq. 17; the control for one update per rollout."""
     hard_clip: Annotated[float, Field(gt=0)] | None = 5.0
+    offset: Annotated[float, Field(ge=0)] = 0.0
+    """Added at last to every advantage that is not 0: a pull towards all of the policy's own pictures, which keeps it
+    consistent with them while the worse ones push. Ours, not in the paper."""
 
 
 class Update(Section):

@@ -218,7 +218,7 @@ def advantages_of(config: Config, rewards: Rewards, walk: Walk | None) -> Tensor
         advantages = hard_clip(advantages, settings.hard_clip)
     if settings.soft_clip:
         advantages = soft_clip(advantages, settings.soft_clip)
-    return advantages
+    return torch.where(advantages == 0, 0.0, advantages + settings.offset)
 
 
 def score_all(job: Job, prepared: Prepared) -> Scores:
@@ -284,13 +284,18 @@ def accumulate(job: Job, prepared: Prepared, slots: Sequence[int], *, first: boo
     out: list[Stats] = []
     for items in chunks(learnt, settings.micro_batch):
         batch = objective.batch(prepared, torch.tensor(items))
-        if first and not out and isinstance(batch, Pairs) and "old" not in batch.anchors:
+        if first and not out and looks_at_ratio(objective, batch):
             with torch.no_grad():  # one look at the ratio, which the gradient does not need
                 scores = objective.score(job.policy, batch.first_draw(), joint=settings.joint_draws)
             batch = replace(batch, anchors={**batch.anchors, "old": scores})
         weight = 1 / (len(slots) * size)
         out.append(objective.backward(job.policy, batch, first=first, joint=settings.joint_draws, weight=weight))
     return out
+
+
+def looks_at_ratio(objective: Any, batch: Any) -> bool:
+    """Whether θ_old was not scored though the objective has a way to."""
+    return isinstance(batch, Pairs) and "old" not in batch.anchors and hasattr(objective, "score")
 
 
 def descend(job: Job, rollouts: Rollouts) -> dict[str, float]:

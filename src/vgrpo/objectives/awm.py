@@ -47,9 +47,6 @@ class AWM(PairObjective):
         wanted = {"old": updates > 1, "start": self.kl_start > 0, "average": self.kl_average > 0}
         return [whose for whose, needed in wanted.items() if needed]
 
-    def old_decay(self, step: int) -> None:
-        return None
-
     @property
     def learns_from_all(self) -> bool:
         return self.kl_start > 0 or self.kl_average > 0

@@ -39,9 +39,6 @@ class NFT(PairObjective):
     """θ_old ← η·θ_old + (1−η)·θ after step i, η = min(old_rate·i, old_limit)."""
     old_limit: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
-    def inactive(self, *, updates: int) -> list[str]:
-        return []
-
     def anchors(self, *, updates: int) -> Sequence[str]:
         return ("old", "start") if self.kl_start else ("old",)
 

@@ -42,6 +42,19 @@ class PairObjective(BaseModel):
             ]
         return []
 
+    def inactive(self, *, updates: int) -> list[str]:
+        return []
+
+    def anchors(self, *, updates: int) -> Sequence[str]:
+        return ()
+
+    def old_decay(self, step: int) -> float | None:
+        return None
+
+    @property
+    def learns_from_all(self) -> bool:
+        return False
+
     def sample(
         self,
         policy: Policy,

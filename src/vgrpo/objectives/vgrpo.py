@@ -56,9 +56,6 @@ class VGRPO(PairObjective):
     def anchors(self, *, updates: int) -> Sequence[str]:
         return ("old",) if updates > 1 else ()
 
-    def old_decay(self, step: int) -> None:
-        return None
-
     @property
     def learns_from_all(self) -> bool:
         return self.kl_weight > 0
