@@ -73,11 +73,11 @@ def test_a_race_is_fair_complete_and_goes_on(recipe: Path) -> None:
         assert len(run["reward"]) >= 3
     # same start, same evaluation: the base's score is the same number for all
     assert len({r["reward"][0] for r in numbers["runs"]}) == 1
-    # 4 prompts of 4 pictures, 4 steps of the sampler; V-GRPO scores M = 2 pairs twice, MixGRPO trains on a window of 2
+    # 4 prompts of 4 pictures, 4 steps of the sampler; V-GRPO scores θ_old for the later half, MixGRPO trains on a window of 2
     steps = {k: runs[k, 0]["step"][-1] for k in entries}
     assert runs["vgrpo", 0]["calls by kind"] == {
         "rollout": steps["vgrpo"] * 64,
-        "old": steps["vgrpo"] * 32,
+        "old": steps["vgrpo"] * 16,
         "reference": 0,
         "update": pytest.approx(steps["vgrpo"] * (32 + 2 * 8), abs=steps["vgrpo"] * 16),
     }

@@ -63,15 +63,28 @@ def test_rollout_micro_batch_does_not_matter(settings: dict[str, Any]) -> None:
     assert_same(weights(a), weights(b), atol=2e-3)
 
 
-def test_skipping_the_old_pass_is_exact(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vgrpo.config import Update
+@pytest.mark.parametrize("per_rollout", [1, 2])
+def test_skipping_the_old_pass_is_exact(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, per_rollout: int
+) -> None:
+    from vgrpo import training
 
-    skipped = run_with(settings)
-    monkeypatch.setattr(
-        Update, "total", property(lambda self: 2)
-    )  # makes the loop score θ_old, though there is one update
-    scored = run_with(settings)
-    assert scored.metrics()[0]["network_calls"] > skipped.metrics()[0]["network_calls"]
+    skipped = run_with(settings, update__per_rollout=per_rollout)
+    accumulate = training.accumulate
+
+    def score_everything(job: Any, prepared: Any, whose: str) -> Any:
+        everything = torch.arange(len(prepared.rollouts.x0))
+        parts = [job.config.objective.score(job.policy, job.config.objective.batch(prepared, rows), joint=False)
+                 for rows in everything.split(job.config.update.micro_batch)]  # fmt: skip
+        return {"error": torch.cat([p["error"].detach() for p in parts], 1)}
+
+    monkeypatch.setattr(training, "score_all", score_everything)
+    monkeypatch.setattr(type(parse(settings).objective), "anchors", lambda self, updates: ("old",))
+    monkeypatch.setattr(training, "accumulate", lambda *a, first: accumulate(*a, first=False))
+    scored = run_with(settings, update__per_rollout=per_rollout)
+    calls = [run.metrics()[0]["calls/old"] for run in (skipped, scored)]
+    assert calls == [0 if per_rollout == 1 else 16, 32]
+    assert moved(scored) > 1e-3
     assert_same(weights(skipped), weights(scored), atol=0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -155,7 +155,7 @@ def step(job: Job, progress: Progress) -> dict[str, float]:
     prepared = Prepared(rollouts=rollouts, draws=draws, advantages=advantages_of(config, rewards, rollouts.walk))
     for whose in objective.anchors(updates=config.update.total):
         with clock("old"), policy.using(job.weights_of(whose)):
-            scores = score_all(job, prepared)
+            scores = score_all(job, prepared, whose)
         prepared = replace(prepared, anchors={**prepared.anchors, whose: scores})
         calls.book("old" if whose == "old" else "reference")
     with clock("update"):
@@ -221,15 +221,34 @@ def advantages_of(config: Config, rewards: Rewards, walk: Walk | None) -> Tensor
     return torch.where(advantages == 0, 0.0, advantages + settings.offset)
 
 
-def score_all(job: Job, prepared: Prepared) -> Scores:
-    """Scores of all items of this process, in the same micro-batch shape in which θ will be scored."""
-    settings, objective = job.config.update, job.config.objective
-    items = len(prepared.rollouts.prompts) * prepared.advantages.shape[1]
-    parts = []
-    for chosen in torch.arange(items).split(settings.micro_batch):
+def score_all(job: Job, prepared: Prepared, whose: str) -> Scores:
+    """Scores of this process's items, in the same micro-batch shape in which θ will be scored.
+
+    Where θ_old is θ itself, the first update's items need none, for their ratio is 1: with one pass they are left out,
+    and stand as NaN, which no loss could take by mistake.
+    """
+    settings, objective, each = job.config.update, job.config.objective, prepared.advantages.shape[1]
+    slots = set(range(len(prepared.advantages)))
+    if whose == "old" and not job.old and settings.passes == 1:
+        slots -= set(next(parts_of_pass(job, 0, len(slots))))
+    rows = torch.tensor([i for i, slot in enumerate(prepared.rollouts.slots) if slot in slots], dtype=torch.long)
+    items = (rows[:, None] * each + torch.arange(each)).flatten()
+    out: dict[str, Tensor] = {}
+    for chosen in items.split(settings.micro_batch) if len(items) else ():
         with torch.no_grad():
-            parts.append(objective.score(job.policy, objective.batch(prepared, chosen), joint=settings.joint_draws))
-    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]} if parts else {}
+            scores = objective.score(job.policy, objective.batch(prepared, chosen), joint=settings.joint_draws)
+        for name, values in scores.items():
+            if name not in out:
+                whole = len(prepared.rollouts.slots) * each
+                out[name] = values.new_full((len(values), whole, *values.shape[2:]), math.nan)
+            out[name][:, chosen.to(values.device)] = values
+    return out
+
+
+def parts_of_pass(job: Job, number: int, prompts: int) -> Iterator[Sequence[int]]:
+    """The slots of each update of a pass over the rollout, in an order of the pass's own."""
+    order = torch.randperm(prompts, generator=generator(job.config.run.seed, job.steps, "order", number)).tolist()
+    return chunks(order, prompts // job.config.update.per_rollout)
 
 
 def update(job: Job, prepared: Prepared, progress: Progress) -> dict[str, float]:
@@ -238,10 +257,7 @@ def update(job: Job, prepared: Prepared, progress: Progress) -> dict[str, float]
     progress.part("update", config.images_per_step * settings.passes)
     done: list[dict[str, float]] = []
     for number in range(settings.passes):
-        order = torch.randperm(
-            len(prepared.advantages), generator=generator(config.run.seed, job.steps, "order", number)
-        ).tolist()
-        for slots in chunks(order, len(order) // settings.per_rollout):
+        for slots in parts_of_pass(job, number, len(prepared.advantages)):
             if not config.objective.learns_from_all and not prepared.advantages[slots].any():
                 continue  # no group has a spread: there is nothing to learn from, and weight decay must not act alone
             stats = accumulate(job, prepared, slots, first=not done)
@@ -284,6 +300,8 @@ def accumulate(job: Job, prepared: Prepared, slots: Sequence[int], *, first: boo
     out: list[Stats] = []
     for items in chunks(learnt, settings.micro_batch):
         batch = objective.batch(prepared, torch.tensor(items))
+        if first and not job.old:  # θ_old is θ: its scores are what θ's will be
+            batch = replace(batch, anchors={k: v for k, v in batch.anchors.items() if k != "old"})
         if first and not out and looks_at_ratio(objective, batch):
             with torch.no_grad():  # one look at the ratio, which the gradient does not need
                 scores = objective.score(job.policy, batch.first_draw(), joint=settings.joint_draws)

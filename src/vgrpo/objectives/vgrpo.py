@@ -100,7 +100,7 @@ class VGRPO(PairObjective):
         error, x0_pred = self.errors(policy, batch, joint=True)
         old = batch.anchors.get("old", {})
         error_old = error.detach() if first else old["error"]
-        kl = mean_kl(x0_pred, old.get("x0"))
+        kl = mean_kl(x0_pred, None if first else old.get("x0"))
         loss = vgrpo_loss(error, error_old, batch.advantages, clip=self.clip, kl=kl, kl_weight=self.kl_weight)
         (weight * loss.sum()).backward()
         _, clipped = clipped_surrogate((error_old - error.detach()).mean(0), batch.advantages, clip=self.clip)
@@ -117,7 +117,9 @@ class VGRPO(PairObjective):
         errors, kls = [], []
         for j, pair in enumerate(each_pair(batch)):
             error, x0_pred = self.pair_error(policy, *pair)
-            kl = x0_divergence(x0_pred, old["x0"][j]) if "x0" in old else x0_pred.new_zeros(len(error))
+            kl = x0_pred.new_zeros(len(error))  # and so is its gradient, while θ is θ_old
+            if "x0" in old and not first:
+                kl = x0_divergence(x0_pred, old["x0"][j])
             loss = slope * error + self.kl_weight * kl
             (weight / len(batch.t) * loss.sum()).backward()
             errors.append(error.detach())
