@@ -68,8 +68,9 @@ class Rollout(Section):
     """Images per prompt: the G of the method. Group-relative advantages need at least 2."""
     steps: Positive = 16
     """Steps K of the ODE sampler."""
-    sampler: Literal["pipeline", "dpmpp", "unipc", "euler", "heun"] = "pipeline"
-    """ODE solver of the rollout and the evaluation; `pipeline` is the one the model came with."""
+    sampler: Literal["pipeline", "dpmpp", "unipc", "euler", "heun", "ddim"] = "pipeline"
+    """ODE solver of the rollout and the evaluation; `pipeline` is the one the model came with. `euler` and `heun` are for
+    flow matching, `ddim` for DDPM models."""
     shift: Annotated[float, Field(gt=0)] | None = None
     """Timestep shift of the flow schedule; the model's own when absent."""
     guidance: Annotated[float, Field(ge=0)] = 1.0

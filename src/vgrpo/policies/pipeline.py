@@ -22,13 +22,22 @@ from vgrpo.types import Cond, Prompt
 if TYPE_CHECKING:
     from vgrpo.config import Config
 
-SAMPLERS = {
-    "euler": ("FlowMatchEulerDiscreteScheduler", {}),
-    "heun": ("FlowMatchHeunDiscreteScheduler", {}),
-    "dpmpp": ("DPMSolverMultistepScheduler", {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}),
-    "unipc": ("UniPCMultistepScheduler", {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}),
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+SAMPLERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "linear": {
+        "euler": ("FlowMatchEulerDiscreteScheduler", {}),
+        "heun": ("FlowMatchHeunDiscreteScheduler", {}),
+        "dpmpp": ("DPMSolverMultistepScheduler", FLOW),
+        "unipc": ("UniPCMultistepScheduler", FLOW),
+    },
+    "vp": {
+        "ddim": ("DDIMScheduler", {}),
+        "dpmpp": ("DPMSolverMultistepScheduler", {}),
+        "unipc": ("UniPCMultistepScheduler", {}),
+    },
 }
-"""ODE solvers of diffusers that integrate a flow exactly or to second order; DEIS and SASolver do not and are left out."""
+"""ODE solvers of diffusers by path. For flows those that integrate exactly or to second order; DEIS and SASolver do not and
+are left out. On the variance-preserving path Euler and Heun scale their input and are left out."""
 
 
 PATHS = {"linear": "linear path (flow matching)", "vp": "variance-preserving path (DDPM)"}
@@ -46,7 +55,9 @@ class Pipeline:
         self.family = family_of(class_name, config.model.path)
         self.pipe = open_pipeline(config, folder).to(device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.pipe.scheduler = make_scheduler(self.pipe.scheduler, config.rollout.sampler, config.rollout.shift)
+        self.pipe.scheduler = make_scheduler(
+            self.pipe.scheduler, config.rollout.sampler, config.rollout.shift, self.family
+        )
         self.net: torch.nn.Module = getattr(self.pipe, self.family.network)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
@@ -61,11 +72,16 @@ class Pipeline:
         if config.model.gradient_checkpointing:
             self.net.enable_gradient_checkpointing()
         self.path = self.family.path(self.pipe)
+        self.guidance_kind = self.family.guidance_kind(self.pipe)
+        if self.guidance_kind == "none" and config.rollout.guidance > 1:
+            raise UserError(
+                f"rollout.guidance={config.rollout.guidance:g}: {config.model.path} was distilled without guidance; set it to 1"
+            )
         self.dtype = torch.float32 if config.adapter.kind == "full" else getattr(torch, config.model.dtype)
         self.calls = 0
         """Pictures that went through the network so far, guidance counted double: the unit in which methods are compared."""
         self._encoded: dict[str, dict[str, Tensor]] = {}
-        self.parts = {"transformer": dict(self.net.config), "vae": dict(self.pipe.vae.config)}
+        self.parts = {self.family.network: dict(self.net.config), "vae": dict(self.pipe.vae.config)}
         self.latent_shape = self.family.latent_shape(self.parts, config.model.height, config.model.width)
 
     @property
@@ -89,10 +105,13 @@ class Pipeline:
         if steps is None:
             steps = self.config.rollout.steps
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
-        arguments = {}
-        if scheduler.config.get("use_dynamic_shifting"):
-            arguments["mu"] = self.family.shift(self.pipe, self.latent_shape)
-        scheduler.set_timesteps(steps, device="cpu", **arguments)
+        arguments = self.family.schedule_arguments(self.pipe, scheduler, steps, self.latent_shape)
+        if "sigmas" in arguments:
+            scheduler.set_timesteps(device="cpu", **arguments)
+        else:
+            scheduler.set_timesteps(steps, device="cpu", **arguments)
+        if self.family.path_kind == "vp":
+            return torch.unique_consecutive((scheduler.timesteps.double() + 1) / len(self.path.alphas[1:])).float()
         sigmas = scheduler.sigmas[scheduler.sigmas > 0]
         return torch.unique_consecutive(sigmas).float()
 
@@ -106,12 +125,12 @@ class Pipeline:
         """Finished latents [N, *latent] float32 by the stock pipeline call."""
         guidance = self.config.rollout.guidance
         negative = None
-        if guidance > 1:
+        if self.doubled:
             empty = self.encode([Prompt(text="", id="")])
             negative = {k: v.expand(len(noise), *v.shape[1:]) for k, v in empty.items()}
         out = self.pipe(
             **self.family.call(cond, negative),
-            latents=noise.to(self.device, self.dtype),
+            latents=self.family.pack(noise.to(self.device, self.dtype)),
             num_inference_steps=self.config.rollout.steps,
             guidance_scale=guidance,
             height=self.config.model.height,
@@ -119,8 +138,13 @@ class Pipeline:
             output_type="latent",
             return_dict=False,
         )[0]
-        self.calls += len(noise) * len(self.pipe.scheduler.timesteps) * (2 if guidance > 1 else 1)
-        return out.float()
+        self.calls += len(noise) * len(self.pipe.scheduler.timesteps) * (2 if self.doubled else 1)
+        return self.family.unpack(out.float(), self.latent_shape)
+
+    @property
+    def doubled(self) -> bool:
+        """Whether guidance means two network calls."""
+        return self.guidance_kind == "cfg" and self.config.rollout.guidance > 1
 
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
@@ -139,7 +163,9 @@ class Pipeline:
 
     def finish(self, x: Tensor, cond: Cond, t: float, steps: int) -> Tensor:
         """Finished latents [N, *latent] from states `x` at `t` by DPM-Solver++ over `steps` equal steps of time."""
-        scheduler = make_scheduler(self.pipe.scheduler, "dpmpp", None)
+        import diffusers
+
+        scheduler = diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
         scheduler.set_timesteps(steps, device=self.device)
         # the solver has no argument for a start below 1, so its own table is written
         scheduler.sigmas = torch.linspace(t, 0, steps + 1)
@@ -152,13 +178,13 @@ class Pipeline:
     def predict(self, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """The network's output [N, *latent] at `t` [N] in [0, 1], in the units of `path.target`."""
         self.calls += len(x_t)
-        return self.family.predict(self.net, x_t.to(self.dtype), t.to(x_t.device), cond)
+        return self.family.predict(self.net, x_t.to(self.dtype), t.to(x_t.device), cond, self.config.rollout.guidance)
 
     def guided(self, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """`predict` with the rollout's classifier-free guidance, which doubles the calls; the same call without one."""
         x_t, t = x_t.to(self.device), t.to(self.device)
         guidance = self.config.rollout.guidance
-        if guidance <= 1:
+        if not self.doubled:
             return self.predict(x_t, t, cond)
         empty = self.encode([Prompt(text="", id="")])
         both = {k: torch.cat([empty[k].expand_as(v), v]) for k, v in cond.items()}
@@ -256,7 +282,7 @@ def family_of(class_name: str, path: str) -> Any:
         raise UserError(
             f"model.path: {path} is a {class_name}; known are {', '.join(POLICIES)}. A family needs an adapter like "
             f"vgrpo/policies/sd3.py (network, lora_targets, path_kind, path, latent_shape, size_step, encode, call, predict, "
-            f"shift, unscale), "
+            f"guidance_kind, unfit, pack, unpack, schedule_arguments, unscale), "
             f"entered in vgrpo.policies.POLICIES"
         )
     module, name = POLICIES[class_name].split(":")
@@ -303,19 +329,28 @@ def open_pipeline(config: Config, folder: str) -> Any:
         raise UserError(f"model.path: {folder} could not be loaded: {str(error).splitlines()[0]}") from error
 
 
-def make_scheduler(own: Any, sampler: str, shift: float | None) -> Any:
-    """The pipeline's scheduler, or a solver of diffusers by name with the same shift."""
+def make_scheduler(own: Any, sampler: str, shift: float | None, family: Any) -> Any:
+    """The pipeline's scheduler, or a solver of diffusers by name with the same schedule and shift.
+
+    Raises:
+        UserError: a solver that does not fit the path or the pipeline, or a shift where there is none.
+    """
     import diffusers
 
+    kind = family.path_kind
+    if kind == "vp" and shift is not None:
+        raise UserError(f"rollout.shift={shift:g}: only flow-matching models have a shift")
     if sampler == "pipeline":
         return own if shift is None else type(own).from_config(own.config, shift=shift)
-    name, flags = SAMPLERS[sampler]
-    if own.config.get("use_dynamic_shifting") and "flow_shift" in str(flags):
+    known = [name for name in SAMPLERS[kind] if name not in family.unfit(own)]
+    if sampler not in known:
         raise UserError(
-            f"rollout.sampler={sampler} does not follow this model's resolution-dependent shift; use pipeline or euler"
+            f"rollout.sampler={sampler} is not for this model, of a {PATHS[kind]}; use pipeline, {', '.join(known)}"
         )
-    value = shift if shift is not None else own.config.get("shift", own.config.get("flow_shift", 1.0))
-    flags = flags | ({"flow_shift": value} if "use_flow_sigmas" in flags else {"shift": value})
+    name, flags = SAMPLERS[kind][sampler]
+    if kind == "linear":
+        value = shift if shift is not None else own.config.get("shift", own.config.get("flow_shift", 1.0))
+        flags = flags | {"flow_shift" if "use_flow_sigmas" in flags else "shift": value}
     return getattr(diffusers, name).from_config(own.config, **flags)
 
 

@@ -23,6 +23,12 @@ class StableDiffusion3:
     )
     """The attention of both streams, as flow_grpo and the paper adapt it."""
 
+    def guidance_kind(self, pipe: Any) -> str:
+        return "cfg"
+
+    def unfit(self, scheduler: Any) -> tuple[str, ...]:
+        return ("heun",) if scheduler.config.get("use_dynamic_shifting") else ()
+
     def path(self, pipe: Any) -> LinearPath:
         return LinearPath()
 
@@ -52,17 +58,27 @@ class StableDiffusion3:
             out["negative_pooled_prompt_embeds"] = negative["pooled_projections"]
         return out
 
-    def predict(self, net: torch.nn.Module, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
+    def predict(self, net: torch.nn.Module, x_t: Tensor, t: Tensor, cond: Cond, guidance: float) -> Tensor:
         return net(x_t, timestep=t * 1000, **cond, return_dict=False)[0]
 
-    def shift(self, pipe: Any, latent_shape: tuple[int, ...]) -> float:
-        """The resolution-dependent shift (mu) that the pipeline gives a scheduler with dynamic shifting."""
+    def pack(self, x: Tensor) -> Tensor:
+        return x
+
+    def unpack(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x
+
+    def schedule_arguments(
+        self, pipe: Any, scheduler: Any, steps: int, latent_shape: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """What the pipeline gives `set_timesteps` beside the number of steps: mu where the shift is dynamic."""
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
-        patch, config = pipe.transformer.config.patch_size, pipe.scheduler.config
+        if not scheduler.config.get("use_dynamic_shifting"):
+            return {}
+        patch, config = pipe.transformer.config.patch_size, scheduler.config
         tokens = (latent_shape[1] // patch) * (latent_shape[2] // patch)
         ends = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.16}
-        return calculate_shift(tokens, *[config.get(name, default) for name, default in ends.items()])
+        return {"mu": calculate_shift(tokens, *[config.get(name, default) for name, default in ends.items()])}
 
     def unscale(self, pipe: Any, x0: Tensor) -> Tensor:
         """Latents as the VAE's decoder takes them."""
