@@ -235,3 +235,28 @@ def test_ddpo_on_a_real_unet(settings: dict[str, Any], minis: dict[str, Path]) -
     rows = train(parse(settings)).metrics()
     assert all(row["ratio/first"] < 1e-5 and row["weight_change"] > 0 for row in rows)
     assert rows[0]["calls/update"] == 16 * 4  # the last of five steps has no noise
+
+
+def test_training_goes_on_from_an_adapter_and_its_start_is_that_adapter(
+    settings: dict[str, Any], minis: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    settings = settings_for(settings, minis, family)
+    first = shaken(Pipeline(parse(settings), CPU))
+    first.export(tmp_path / "adapter")
+    settings["adapter"]["start"] = str(tmp_path / "adapter")
+    second = Pipeline(parse(settings), CPU)
+    for name, weight in first.trainable.items():
+        torch.testing.assert_close(second.trainable[name], weight, rtol=0, atol=0)
+    settings["objective"] = {"name": "nft", "draws": 2, "kl_start": 0.5}
+    rows = train(parse(settings)).metrics()
+    assert (
+        rows[0]["kl_start"] == 0 < rows[1]["kl_start"]
+    )  # to the base model it would be large in the first step already
+    for changes, words in (
+        ({"rank": 2}, "adapter.rank=2, but .* has 4; set adapter.rank=4"),
+        ({"alpha": 3}, "adapter.alpha=3, but .* has 16"),
+        ({"targets": ["to_q"]}, "other modules"),
+        ({"start": "/no/such"}, "no file or folder"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Pipeline(parse(settings | {"adapter": settings["adapter"] | changes}), CPU)

@@ -50,6 +50,9 @@ class Adapter(Section):
     alpha: Annotated[float, Field(gt=0)] = 64
     targets: tuple[str, ...] | None = None
     """Module names that get an adapter; the family's attention layers when absent."""
+    start: str | None = None
+    """Folder or file of a LoRA in diffusers' format to begin with, of the same rank, alpha and targets. A KL to the
+    start is then one to this adapter, not to the base model."""
 
 
 class Prompts(Section):

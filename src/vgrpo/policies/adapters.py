@@ -47,6 +47,40 @@ def add_lora(net: torch.nn.Module, settings: Adapter, targets: tuple[str, ...], 
     return sum(isinstance(module, LoraLayer) for module in net.modules())
 
 
+def load_lora(pipe: Any, network: str, settings: Adapter) -> None:
+    """Gives the trained adapter the weights of `settings.start`.
+
+    Raises:
+        UserError: no such file, another rank or alpha, or weights for other modules than those adapted here.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    start, net = str(settings.start), getattr(pipe, network)
+    if not Path(start).exists():
+        raise UserError(f"adapter.start: there is no file or folder {start}")
+    try:
+        found, *_, metadata = type(pipe).lora_state_dict(start, return_lora_metadata=True, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"adapter.start: {start} holds no LoRA of diffusers' format: {error}") from error
+    prefix = f"{network}."
+    weights = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+    facts = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
+    for key, mine in (("r", settings.rank), ("lora_alpha", settings.alpha)):
+        if key in facts and facts[key] != mine:
+            name = {"r": "rank", "lora_alpha": "alpha"}[key]
+            raise UserError(
+                f"adapter.{name}={mine:g}, but {start} has {facts[key]:g}; set adapter.{name}={facts[key]:g}"
+            )
+    expected = get_peft_model_state_dict(net, adapter_name=POLICY)
+    odd = sorted(set(expected) ^ set(weights)) or sorted(k for k in expected if expected[k].shape != weights[k].shape)
+    if odd:
+        raise UserError(
+            f"adapter.start: {start} is for other modules or another rank: {len(weights)} tensors, {len(expected)} expected, "
+            f"e.g. {odd[:3]}"
+        )
+    set_peft_model_state_dict(net, weights, adapter_name=POLICY)
+
+
 def save_lora(pipe: Any, network: str, folder: Path) -> None:
     """Writes `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights`, with rank and alpha in its metadata.
 

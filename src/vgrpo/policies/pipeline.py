@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vgrpo.errors import RunError, UserError
 from vgrpo.policies import POLICIES
-from vgrpo.policies.adapters import add_lora, save_lora
+from vgrpo.policies.adapters import add_lora, load_lora, save_lora
 from vgrpo.seeds import seed_of
 from vgrpo.types import Cond, Prompt
 
@@ -67,6 +67,8 @@ class Pipeline:
             self.adapted = add_lora(
                 self.net, config.adapter, self.family.lora_targets, seed_of(config.run.seed, "adapter")
             )
+            if config.adapter.start:
+                load_lora(self.pipe, self.family.network, config.adapter)
         else:
             self.net.float().requires_grad_(True)
         if config.model.gradient_checkpointing:
