@@ -32,6 +32,19 @@ def test_images_of_a_prompt_are_resampled_together():
     assert paired_bootstrap(np.zeros((60, 10)), copies) == pytest.approx(paired_bootstrap(np.zeros(60), one), abs=1e-12)
 
 
+def test_prompts_of_one_text_are_resampled_together():
+    """A file that repeats each of 60 texts four times knows no more than one with each once."""
+    one = np.random.default_rng(1).normal(size=60)
+    once = bootstrap(one)
+    repeated = bootstrap(np.tile(one, 4), units=[f"text {i}" for i in range(60)] * 4)
+    assert repeated == pytest.approx(once, abs=1e-12)
+    blind = bootstrap(np.tile(one, 4))
+    assert (blind.high - blind.low) / (once.high - once.low) == pytest.approx(0.5, rel=0.05)
+    # texts that come unequally often weigh as often as they come: (3·1 + 1·0)/4
+    assert bootstrap([1.0, 1.0, 1.0, 0.0], units="aaab").mean == 0.75
+    assert np.isnan(bootstrap([1.0, 0.0], units="aa").low)
+
+
 def test_coverage_of_the_95_percent_interval():
     rng = np.random.default_rng(5)
     hits = 0
@@ -96,6 +109,7 @@ def test_one_prompt_has_no_bounds():
     [
         lambda: paired_bootstrap([1, 2], [1, 2, 3]),
         lambda: paired_bootstrap([], []),
+        lambda: bootstrap([1.0, 2.0], units="a"),
         lambda: bootstrap([1.0, float("nan")]),
         lambda: wilson(3, 2),
         lambda: wilson(0, 0),

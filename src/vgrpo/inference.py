@@ -72,7 +72,7 @@ def compare(
     rows = []
     for name in rewards:
         before, after = scores_of(base, name, images), scores_of(tuned, name, images)
-        gain = paired_bootstrap(before, after)
+        gain = paired_bootstrap(before, after, units=[p.text for p in prompts])
         rows.append(
             {"reward": name, "base": float(before.mean()), "tuned": float(after.mean()), "gain": gain._asdict()}
         )

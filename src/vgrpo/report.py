@@ -318,11 +318,12 @@ def change(name: str, base: Sequence[Picture], tuned: Sequence[Picture]) -> Chan
     if not last:
         return None
     before, after = by_prompt({key: first[key] for key in last}), by_prompt(last)
+    texts = {p.prompt_id: p.text for p in tuned if p.key in last}  # in the order of by_prompt
     return Change(
         name=name,
         base=sum(before) / len(before),
         tuned=sum(after) / len(after),
-        interval=paired_bootstrap(before, after),
+        interval=paired_bootstrap(before, after, units=list(texts.values())),
         prompts=len(before),
         share=all(first[key] in (0, 1) and value in (0, 1) for key, value in last.items()),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -31,11 +31,17 @@ class TagScore(NamedTuple):
 
 
 def paired_bootstrap(
-    base: ArrayLike, tuned: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
+    base: ArrayLike,
+    tuned: ArrayLike,
+    *,
+    units: Sequence[Hashable] | None = None,
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> Interval:
     """Mean of `tuned - base` over the same prompts and seeds, with percentile bounds from resampling whole prompts.
 
-    `base` and `tuned` have one shape, [K] or [K, images], first axis = prompt.
+    `base` and `tuned` have one shape, [K] or [K, images], first axis = prompt; `units` as for `bootstrap`.
 
     Raises:
         ValueError: shapes differ, no prompt, or a score that is not finite.
@@ -43,26 +49,47 @@ def paired_bootstrap(
     a, b = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
     if a.shape != b.shape:
         raise ValueError(f"base and tuned need the same prompts and images, got shapes {a.shape} and {b.shape}")
-    return bootstrap(b - a, resamples=resamples, level=level, seed=seed)
+    return bootstrap(b - a, units=units, resamples=resamples, level=level, seed=seed)
 
 
-def bootstrap(scores: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0) -> Interval:
+def bootstrap(
+    scores: ArrayLike,
+    *,
+    units: Sequence[Hashable] | None = None,
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
     """Mean of `scores` [K] or [K, images] with percentile bounds from resampling whole prompts.
 
+    `units`, K of them, says which prompts are resampled together, such as those of one text in a file that repeats it:
+    they are not independent of each other. Each is one of its own when absent.
+
     Raises:
-        ValueError: no prompt, or a score that is not finite.
+        ValueError: no prompt, a score that is not finite, or another number of units.
     """
     per_prompt = prompt_means(scores)
-    if len(per_prompt) == 1:
-        return Interval(float(per_prompt[0]), float("nan"), float("nan"))
+    totals, sizes = unit_totals(per_prompt, units)
+    if len(totals) == 1:
+        return Interval(float(per_prompt.mean()), float("nan"), float("nan"))
     rng = np.random.default_rng(seed)
-    rows = max(1, CHUNK // len(per_prompt))
-    sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-    means = np.concatenate(
-        [per_prompt[rng.integers(len(per_prompt), size=(n, len(per_prompt)))].mean(1) for n in sizes]
-    )
+    rows = max(1, CHUNK // len(totals))
+    counts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+    drawn = (rng.integers(len(totals), size=(n, len(totals))) for n in counts)
+    means = np.concatenate([totals[d].sum(1) / sizes[d].sum(1) for d in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(per_prompt.mean()), float(low), float(high))
+
+
+def unit_totals(values: Floats, units: Sequence[Hashable] | None) -> tuple[Floats, Floats]:
+    """Sum and number of the values of each unit, in the order of first appearance."""
+    if units is None:
+        return values, np.ones_like(values)
+    if len(units) != len(values):
+        raise ValueError(f"need one unit per prompt, got {len(units)} for {len(values)} prompts")
+    places: dict[Hashable, int] = {}
+    index = np.array([places.setdefault(unit, len(places)) for unit in units])
+    return np.bincount(index, weights=values).astype(np.float64), np.bincount(index).astype(np.float64)
 
 
 def prompt_means(scores: ArrayLike) -> Floats:

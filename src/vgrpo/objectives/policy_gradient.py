@@ -168,7 +168,8 @@ class PolicyGradient(BaseModel):
         for k in range(steps):
             told = repeat(cond, torch.arange(groups).repeat_interleave(plan.nodes[k]) * group_size)
             t, t_next = plan.times[k].item(), plan.times[k + 1].item()
-            prediction = precise(policy.guided(x, torch.full((len(x),), t), told))
+            prediction = precise(policy.guided(x, torch.full((len(x),), t, dtype=plan.times.dtype), told))
+            x = x.to(prediction.device)  # the noise is drawn on the CPU
             if k not in noisy:
                 x = self.transition(policy, x, prediction, t, t_next, level=0.0)[0]
             else:
