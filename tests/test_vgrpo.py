@@ -39,12 +39,15 @@ def batch(objective: VGRPO, policy: Small, moved: float) -> Pairs:
     with torch.no_grad():
         error, x0_old = objective.errors(policy, one, joint=True)
         policy.weight += moved * torch.randn(9, 9, generator=generator("move"), dtype=torch.float64)
-    return replace(one, anchors={"old": {"error": error, "x0": x0_old}})
+    start = x0_old + 0.1 * torch.randn(x0_old.shape, generator=generator("start"), dtype=torch.float64)
+    return replace(one, anchors={"old": {"error": error, "x0": x0_old}, "start": {"x0": start}})
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weighting", ["adaptive", "none", "x0", "eps"])
-@pytest.mark.parametrize("settings", [{"clip": None}, {"clip": 1e-3}, {"clip": 1e-3, "kl_weight": 0.3}])
+@pytest.mark.parametrize(
+    "settings", [{"clip": None}, {"clip": 1e-3}, {"clip": 1e-3, "kl_weight": 0.3}, {"clip": 1e-3, "kl_start": 0.2}]
+)
 def test_one_draw_at_a_time_has_the_gradient_of_the_loss(path: str, weighting: Any, settings: dict[str, Any]) -> None:
     objective, policy = VGRPO(weighting=weighting, **settings), Small(PATHS[path])
     rows = batch(objective, policy, moved=0.02)
@@ -53,7 +56,8 @@ def test_one_draw_at_a_time_has_the_gradient_of_the_loss(path: str, weighting: A
     loss = vgrpo_loss(
         error, rows.anchors["old"]["error"], rows.advantages, clip=objective.clip, kl=kl, kl_weight=objective.kl_weight
     )
-    (expected,) = torch.autograd.grad(loss.sum() / B, policy.weight)
+    to_start = (x0_pred - rows.anchors["start"]["x0"]).square().mean((0, 2, 3, 4))
+    (expected,) = torch.autograd.grad((loss + objective.kl_start * to_start).sum() / B, policy.weight)
     assert expected.abs().max() > 1e-3
     for joint in (True, False):
         policy.weight.grad = None
@@ -61,6 +65,8 @@ def test_one_draw_at_a_time_has_the_gradient_of_the_loss(path: str, weighting: A
         torch.testing.assert_close(policy.weight.grad, expected, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(stats.log_ratio, (rows.anchors["old"]["error"] - error).mean(0).detach())
         torch.testing.assert_close(stats.means["kl"], kl.detach())
+        if objective.kl_start:
+            torch.testing.assert_close(stats.means["kl_start"], to_start.detach())
         assert 0 < stats.clipped.mean() < 1 or objective.clip is None
         assert stats.log_ratio.abs().max() > 1e-3
 

@@ -44,6 +44,9 @@ class VGRPO(PairObjective):
     """ε of the ratio clip, 6e-3 to 1e-2 in the paper; acts from the second update of a rollout on."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """β of the KL to the behaviour policy (Eq. 16), 0.3 in the paper's last stage; acts from the second update on."""
+    kl_start: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the same distance to the policy before training, on the same pairs; costs M calls a picture. Ours: it
+    holds a long run, in which pushing bad pictures away would otherwise lead the network astray."""
 
     def inactive(self, *, updates: int) -> list[str]:
         out = []
@@ -54,16 +57,17 @@ class VGRPO(PairObjective):
         return out
 
     def anchors(self, *, updates: int) -> Sequence[str]:
-        return ("old",) if updates > 1 else ()
+        wanted = {"old": updates > 1, "start": self.kl_start > 0}
+        return [whose for whose, needed in wanted.items() if needed]
 
     @property
     def learns_from_all(self) -> bool:
-        return self.kl_weight > 0
+        return self.kl_weight > 0 or self.kl_start > 0
 
     def score(self, policy: Policy, batch: Pairs, *, joint: bool) -> Scores:
         """Errors [M, B] of the present weights, and their x-predictions when a KL will be taken."""
         error, x0_pred = self.errors(policy, batch, joint=joint)
-        return {"error": error, "x0": x0_pred} if self.kl_weight else {"error": error}
+        return {"error": error, "x0": x0_pred} if self.learns_from_all else {"error": error}
 
     def errors(self, policy: Policy, batch: Pairs, *, joint: bool) -> tuple[Tensor, Tensor]:
         """Errors [M, B] and x-predictions [M, B, *latent]: M network calls of B rows, or one of M·B."""
@@ -100,11 +104,12 @@ class VGRPO(PairObjective):
         error, x0_pred = self.errors(policy, batch, joint=True)
         old = batch.anchors.get("old", {})
         error_old = error.detach() if first else old["error"]
-        kl = mean_kl(x0_pred, None if first else old.get("x0"))
+        kl = mean_kl(x0_pred, None if first else old.get("x0"))  # 0, and its gradient too, while θ is θ_old
+        kl_start = mean_kl(x0_pred, batch.anchors.get("start", {}).get("x0"))
         loss = vgrpo_loss(error, error_old, batch.advantages, clip=self.clip, kl=kl, kl_weight=self.kl_weight)
-        (weight * loss.sum()).backward()
+        (weight * (loss + self.kl_start * kl_start).sum()).backward()
         _, clipped = clipped_surrogate((error_old - error.detach()).mean(0), batch.advantages, clip=self.clip)
-        return self.stats(error.detach(), old.get("error"), clipped, kl.detach())
+        return self.stats(error.detach(), old.get("error"), clipped, kl.detach(), kl_start.detach())
 
     def backward_by_draw(self, policy: Policy, batch: Pairs, *, first: bool, weight: float) -> Stats:
         old = batch.anchors.get("old", {})
@@ -114,23 +119,29 @@ class VGRPO(PairObjective):
                 error_now, _ = self.errors(policy, batch, joint=False)
             log_ratio = (old["error"] - error_now).mean(0)
         slope, clipped = surrogate_gradient(log_ratio, batch.advantages, clip=self.clip)
-        errors, kls = [], []
+        start = batch.anchors.get("start", {})
+        errors, kls, starts = [], [], []
         for j, pair in enumerate(each_pair(batch)):
             error, x0_pred = self.pair_error(policy, *pair)
-            kl = x0_pred.new_zeros(len(error))  # and so is its gradient, while θ is θ_old
+            kl = kl_start = x0_pred.new_zeros(len(error))
             if "x0" in old and not first:
                 kl = x0_divergence(x0_pred, old["x0"][j])
-            loss = slope * error + self.kl_weight * kl
+            if "x0" in start:
+                kl_start = x0_divergence(x0_pred, start["x0"][j])
+            loss = slope * error + self.kl_weight * kl + self.kl_start * kl_start
             (weight / len(batch.t) * loss.sum()).backward()
             errors.append(error.detach())
             kls.append(kl.detach())
-        return self.stats(torch.stack(errors), old.get("error"), clipped, torch.stack(kls).mean(0))
+            starts.append(kl_start.detach())
+        means = torch.stack(kls).mean(0), torch.stack(starts).mean(0)
+        return self.stats(torch.stack(errors), old.get("error"), clipped, *means)
 
-    def stats(self, error: Tensor, error_old: Tensor | None, clipped: Tensor, kl: Tensor) -> Stats:
+    def stats(self, error: Tensor, error_old: Tensor | None, clipped: Tensor, kl: Tensor, kl_start: Tensor) -> Stats:
         """The ratio is over the draws for which θ_old was scored: all of them, or one that is looked at, or none."""
         known = 0 if error_old is None else len(error_old)
         log_ratio = (error_old - error[:known]).mean(0) if error_old is not None else torch.zeros_like(kl)
-        return Stats(log_ratio=log_ratio, clipped=clipped.float(), means={"kl": kl, "error": error.mean(0)})
+        means = {"kl": kl, "error": error.mean(0)} | ({"kl_start": kl_start} if self.kl_start else {})
+        return Stats(log_ratio=log_ratio, clipped=clipped.float(), means=means)
 
 
 def mean_kl(x0_pred: Tensor, x0_old: Tensor | None) -> Tensor:
