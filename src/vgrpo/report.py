@@ -35,10 +35,10 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", BEFORE: "--before",
 ON_WHITE = {INK: "#1d1b18", MUTED: "#6f6a61", LINE: "#e4dfd5", BEFORE: "#b5762a", AFTER: "#2b62d9"}
 
 DIAGNOSTICS = {
-    "ratio/mean": "Likelihood ratio of new to old policy after the last update of a step, mean over images.",
+    "ratio/mean": "Likelihood ratio of new to old policy in the last update of a step, before its weights move, mean over images.",
     "ratio/std": "Its spread over images.",
     "ratio/first": "Largest |ratio − 1| before the first update of a step: rounding, and nothing else.",
-    "clip_fraction": "Share of images whose gradient the ratio clip stopped.",
+    "clip_fraction": "Share of images, or of sampler steps, whose gradient the ratio clip stopped.",
     "kl": "Squared distance of the x0-predictions from the policy that drew the pictures.",
     "kl_old": "Squared distance of the predictions from the policy that drew the pictures.",
     "kl_start": "KL to the policy before training, as the objective defines it.",
@@ -67,7 +67,7 @@ TIMES = {
     "rollout": "sampling",
     "decode": "decoding pictures",
     "reward": "rewards",
-    "old": "scoring the old policy",
+    "old": "scoring other policies",
     "update": "training",
     "encode": "encoding text",
     "rest": "everything else",

@@ -265,6 +265,10 @@ class Objective(Protocol):
     """Whether the members of a group start from the same noise, as stochastic samplers may."""
     whole_groups: bool
     """Whether `sample` must see the members of a group together."""
+    learns_from_all: bool
+    """Whether an item whose advantage is 0 has a gradient all the same, as with a KL."""
+    needs_path: str | None
+    """"linear" or "vp" where it is for models of one path alone."""
 
     def problems(self, *, steps: int, updates: int, group_size: int) -> list[str]:
         """Why it cannot run with `steps` of the sampler and `updates` per rollout, in words for the user."""
@@ -318,8 +322,4 @@ class Objective(Protocol):
 
         `first` says that θ is still the θ_old of the rollout; `joint` that the graph of all draws may be held at once.
         """
-        ...
-
-    def learns_from_all(self) -> bool:
-        """Whether an item whose advantage is 0 has a gradient all the same, as with a KL."""
         ...

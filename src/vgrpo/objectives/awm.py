@@ -3,8 +3,8 @@
 The log-likelihood of a pair is −t·(mse^p − 1e-10^p)/p, mse that of the velocity; each pair has a ratio of its own, where
 V-GRPO has one per picture. Two KLs hold the policy: a weak one to the start, a strong one to its own moving average.
 
-Differences from the paper's code: times are drawn on the rollout's schedule; a KL is the mean square of the difference of
-predictions, without a weight in t.
+Differences from the authors' code: times are drawn on the rollout's schedule; the moving average of the KL is the one that is
+evaluated, where theirs keeps two. A KL is the mean square of the difference of predictions, without a weight in t.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ noise of their own, elsewhere one. The reward of an edge is the mean over the le
 the edges of the same depth: so an early step is credited with what all its descendants became.
 
 Differences from the paper and its code: leaf rewards are averaged evenly, without path probabilities; pruning leaves items
-out of the gradient alone, by leaf ("width") or by depth; siblings call the network each for themselves when they are trained.
+out of the gradient alone, by leaf ("width") or by depth; siblings call the network each for themselves when they are trained;
+the noise at a split is that of any step, where the authors' script multiplies it by four.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class BranchGRPO(PolicyGradient):
     """Steps at which each state branches, rising."""
     branches: Annotated[int, Field(ge=2)] = 2
     keep_leaves: Annotated[int, Field(ge=2)] | None = None
-    """Width pruning: train only on edges that lead to one of the best or worst leaves, half of this number each."""
+    """Width pruning: train only on edges that lead to one of the best or worst leaves, half of this number each; of an odd
+    number one more of the worst."""
     keep_depths: Annotated[int, Field(ge=1)] | None = None
     """Depth pruning: train on so many of the depths, drawn anew in each step of training."""
 
@@ -52,6 +54,8 @@ class BranchGRPO(PolicyGradient):
                 f"rollout.group_size={group_size} must be the tree's leaves, "
                 f"{self.branches}^{len(self.splits)} = {self.branches ** len(self.splits)}"
             )
+        if self.keep_depths and self.keep_depths > steps - 1:
+            out.append(f"objective.keep_depths={self.keep_depths} are more than the {steps - 1} noisy steps")
         if self.keep_leaves and self.keep_leaves > group_size:
             out.append(f"objective.keep_leaves={self.keep_leaves} are more than rollout.group_size={group_size}")
         return out

@@ -22,7 +22,7 @@ class PairObjective(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     draws: Annotated[int, Field(ge=1)] | None = 4
-    """M, pairs of time and noise per sample; null for one at every time of the schedule."""
+    """M, pairs of time and noise per sample; null for as many as the schedule has times, with stratified times one at each."""
     times: Literal["stratified", "uniform", "logit_normal"] = "stratified"
     """How the M times are drawn on the schedule."""
     schedule_steps: Annotated[int, Field(ge=1)] | None = None

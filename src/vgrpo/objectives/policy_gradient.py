@@ -6,8 +6,10 @@ starts from one noise, and in their clip and KL; so they are one file, and five 
 whose steps form a tree, is `branch.py`.
 
 Differences from their papers and codes, for all: the last step of a walk has no noise and is not trained (DDPO's and CPS's
-have none anyway; elsewhere it would stay in the picture that is scored); log-densities are means over latent dimensions;
-θ_old's densities are those of the rollout itself, so no second pass is made; evaluation is by the ODE sampler.
+have none anyway; elsewhere it would stay in the picture that is scored); θ_old's densities are those of the rollout itself,
+so no second pass is made; the KL is that of the two Gaussians, with the step's whole variance; a walk on the
+variance-preserving path ends at clean data; evaluation is by the ODE sampler. Log-densities are means over latent
+dimensions, as in the codes.
 """
 
 from __future__ import annotations
@@ -280,7 +282,10 @@ class FlowGRPO(PolicyGradient):
 
 
 class FlowGRPOFast(PolicyGradient):
-    """Flow-GRPO-Fast: two noisy steps at a random place, the others deterministic and not trained."""
+    """Flow-GRPO-Fast: two noisy steps at a random place, the others deterministic and not trained.
+
+    flow_grpo's code draws the window within a range, and its first form branched one deterministic walk per prompt.
+    """
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
     window: Annotated[int, Field(ge=1)] | None = 2
@@ -298,7 +303,10 @@ class DanceGRPO(PolicyGradient):
 
 
 class MixGRPO(PolicyGradient):
-    """MixGRPO (arXiv 2507.21802): a window of four noisy, trained steps slides from noise to data. `flash` is MixGRPO-Flash."""
+    """MixGRPO (arXiv 2507.21802): a window of four noisy, trained steps slides from noise to data. `flash` is MixGRPO-Flash.
+
+    How the stays of "decay" and "exp_decay" shrink is ours.
+    """
 
     name: Literal["mix_grpo"] = "mix_grpo"
     window: Annotated[int, Field(ge=1)] | None = 4

@@ -6,8 +6,8 @@ and everything after it is PPO's clipped surrogate. Three things keep the estima
 pictures of a group share their pairs, the times are stratified, and each error is normalised by its own size (Eq. 14).
 
 Differences from the paper: times are drawn on the rollout's own sigma schedule unless `schedule_steps` asks for a finer
-one; with one update per rollout the pass that scores θ_old is left out, for ρ = exp(sg(L) − L) has the same value and
-gradient.
+one; θ_old is not scored where θ still is θ_old, which is everywhere with one update per rollout and for the first update's
+pictures with several, for ρ = exp(sg(L) − L) has the same value and gradient; `kl_start` is ours.
 """
 
 from __future__ import annotations
