@@ -213,3 +213,20 @@ def test_pixels_that_are_not_finite_stop_the_run(config: Config) -> None:
     policy = Pipeline(config, CPU)
     with pytest.raises(RunError, match="VAE decoder"):
         policy.decode(torch.full((1, *policy.latent_shape), float("nan")))
+
+
+def test_evaluations_may_have_a_sampler_of_their_own(settings: dict[str, Any], mini: Path) -> None:
+    settings["evaluation"] |= {"steps": 7, "sampler": "euler"}
+    settings["rollout"]["sampler"] = "dpmpp"
+    config = parse(settings)
+    policy = Pipeline(config, CPU)
+    cond = policy.encode(PROMPTS)
+    rollout = policy.sample(policy.noise([11, 12]), cond)
+    with policy.evaluating():
+        mine = policy.sample(policy.noise([11, 12]), cond)
+        assert len(policy.schedule()) == 7
+    assert torch.equal(policy.sample(policy.noise([11, 12]), cond), rollout)
+    settings["rollout"] |= {"steps": 7, "sampler": "pipeline"}  # whose own is Euler
+    theirs = call(stock(mini), parse(settings), [11, 12], output_type="latent")
+    torch.testing.assert_close(mine, torch.as_tensor(theirs), rtol=0, atol=1e-5)
+    assert (mine - rollout).abs().max() > 1e-3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vgrpo.errors import UserError
 from vgrpo.losses import vgrpo_loss, x0_divergence
 from vgrpo.objectives.vgrpo import VGRPO
 from vgrpo.paths import LinearPath, VPPath
@@ -135,3 +136,13 @@ def test_who_shares_pairs(share: Any, sets: int) -> None:
     assert torch.equal(again.t, draws.t[:, which])  # the same on a process that has that prompt alone
     later = VGRPO(share=share).draw(schedule, [0, 2, 5], 4, seed=1, step=3)
     assert set(later.identities).isdisjoint(draws.identities)
+
+
+def test_times_may_be_held_to_a_range() -> None:
+    schedule = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2])
+    draws = VGRPO(draws=2, time_range=(0.5, 0.9)).draw(schedule, list(range(40)), 2, seed=0, step=0)
+    assert torch.equal(draws.t, torch.tensor([[0.8], [0.6]]).expand(2, 40))
+    uniform = VGRPO(draws=4, times="uniform", time_range=(0.3, 1.0)).draw(schedule, list(range(40)), 2, seed=0, step=0)
+    assert set(uniform.t.flatten().tolist()) == set(schedule[:4].tolist())
+    with pytest.raises(UserError, match=r"time_range=\[0.5, 0.9\] leaves 2 of the schedule's times.*draws=3"):
+        VGRPO(draws=3, time_range=(0.5, 0.9)).draw(schedule, [0], 2, seed=0, step=0)

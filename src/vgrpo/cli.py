@@ -80,7 +80,7 @@ def sample(
     prompts = [Prompt(text=text, id=str(i)) for i, text in enumerate(prompt)]
     rows = []
     for weights in ([None] if base else []) + [trained.weights]:
-        with trained.policy.using(weights):
+        with trained.policy.using(weights), trained.policy.evaluating():
             rows.append(
                 generate(
                     trained.policy, prompts, range(len(prompts)), group_size=images, micro_batch=64, seed=seed, step=0

@@ -22,6 +22,7 @@ from vgrpo.rewards import REWARDS
 from vgrpo.rewards import load as load_reward
 
 Positive = Annotated[int, Field(ge=1)]
+Sampler = Literal["pipeline", "dpmpp", "unipc", "euler", "heun", "ddim"]
 
 
 class Section(BaseModel):
@@ -71,7 +72,7 @@ class Rollout(Section):
     """Images per prompt: the G of the method. Group-relative advantages need at least 2."""
     steps: Positive = 16
     """Steps K of the ODE sampler."""
-    sampler: Literal["pipeline", "dpmpp", "unipc", "euler", "heun", "ddim"] = "pipeline"
+    sampler: Sampler = "pipeline"
     """ODE solver of the rollout and the evaluation; `pipeline` is the one the model came with. `euler` and `heun` are for
     flow matching, `ddim` for DDPM models."""
     shift: Annotated[float, Field(gt=0)] | None = None
@@ -144,6 +145,10 @@ class Evaluation(Section):
     prompts: Positive = 200
     """How many held-out prompts, spread evenly over the file."""
     images_per_prompt: Positive = 1
+    steps: Positive | None = None
+    """Sampler steps of an evaluation; the rollout's when absent."""
+    sampler: Sampler | None = None
+    """Its ODE solver; the rollout's when absent."""
     rewards: dict[str, RewardEntry] | None = None
     """Rewards to report; those of training when absent."""
     main: str | None = None

@@ -57,7 +57,7 @@ def compare(
     prompts = spread(read_prompts(source, split="test"), limit or config.evaluation.prompts)
     rewards = build_rewards(config.evaluation.rewards or config.rewards)
     for name, weights in (("base", None), ("tuned", trained.weights)):
-        with trained.policy.using(weights):
+        with trained.policy.using(weights), trained.policy.evaluating():
             evaluate(
                 trained.policy,
                 prompts,

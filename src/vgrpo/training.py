@@ -591,7 +591,7 @@ def assess(job: Job, progress: Progress, *, weights: str) -> None:
         return
     settings = job.config.evaluation
     progress.part("evaluation", len(job.test_prompts) * settings.images_per_prompt)
-    with job.policy.using(job.tuned):
+    with job.policy.using(job.tuned), job.policy.evaluating():
         row = evaluate(
             job.policy,
             job.test_prompts,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from vgrpo.advantages import group_advantages
+from vgrpo.errors import UserError
 from vgrpo.losses import precise
 from vgrpo.seeds import generator, noise
 from vgrpo.times import TIMES
@@ -27,6 +28,9 @@ class PairObjective(BaseModel):
     """How the M times are drawn on the schedule."""
     schedule_steps: Annotated[int, Field(ge=1)] | None = None
     """Length of the schedule on which times are drawn; the rollout's own when absent."""
+    time_range: tuple[float, float] = (0.0, 1.0)
+    """Only times of the schedule in this range are drawn; 0 is data. What is composed is decided at high times, near the
+    data an error says how a picture is drawn and little of what."""
     share: Literal["group", "batch", "none"] = "group"
     """Who uses the same pairs: the pictures of one prompt, all pictures of the step, or nobody."""
 
@@ -70,6 +74,7 @@ class PairObjective(BaseModel):
 
     def draw(self, schedule: Tensor, slots: Sequence[int], group_size: int, *, seed: int, step: int) -> Draws:
         """The pairs of one step for the prompts in `slots`, on the times `schedule` [K], 0 = data."""
+        schedule = self.within(schedule)
         rows = len(slots) * group_size
         sets: list[tuple]
         if self.share == "batch":
@@ -82,6 +87,18 @@ class PairObjective(BaseModel):
         draws = self.draws or len(schedule)
         indices = [TIMES[self.times](schedule, draws, generator=generator(*i, "times")) for i in identities]
         return Draws(t=schedule[torch.stack(indices, 1)], set_of_row=set_of_row, identities=identities)
+
+    def within(self, schedule: Tensor) -> Tensor:
+        """The times of `schedule` [K] that may be drawn. Raises UserError when they are fewer than the strata."""
+        low, high = self.time_range
+        kept = schedule[(schedule >= low) & (schedule <= high)]
+        if len(kept) < (self.draws or 1 if self.times == "stratified" else 1):
+            raise UserError(
+                f"objective.time_range={list(self.time_range)} leaves {len(kept)} of the schedule's times "
+                f"{[round(t, 3) for t in schedule.tolist()]}, fewer than objective.draws={self.draws}; "
+                f"widen it, use fewer draws or set objective.schedule_steps"
+            )
+        return kept
 
     def advantages(self, rewards: Tensor, valid: Tensor, *, scale: Scale, walk: Walk | None) -> Tensor:
         return group_advantages(rewards, scale=scale, valid=valid)

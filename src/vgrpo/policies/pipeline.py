@@ -55,8 +55,12 @@ class Pipeline:
         self.family = family_of(class_name, config.model.path)
         self.pipe = open_pipeline(config, folder).to(device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.pipe.scheduler = make_scheduler(
-            self.pipe.scheduler, config.rollout.sampler, config.rollout.shift, self.family
+        own, self.steps = self.pipe.scheduler, config.rollout.steps
+        self.pipe.scheduler = make_scheduler(own, config.rollout.sampler, config.rollout.shift, self.family)
+        for_evaluation = config.evaluation.sampler or config.rollout.sampler
+        self.for_evaluation = (
+            make_scheduler(own, for_evaluation, config.rollout.shift, self.family),
+            config.evaluation.steps or config.rollout.steps,
         )
         self.net: torch.nn.Module = getattr(self.pipe, self.family.network)
         for part in self.pipe.components.values():
@@ -104,8 +108,7 @@ class Pipeline:
 
     def schedule(self, steps: int | None = None) -> Tensor:
         """Times [K] in (0, 1], from noise to data, of the scheduler itself after the pipeline's own call to it."""
-        if steps is None:
-            steps = self.config.rollout.steps
+        steps = steps or self.steps
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         arguments = self.family.schedule_arguments(self.pipe, scheduler, steps, self.latent_shape)
         if "sigmas" in arguments:
@@ -133,7 +136,7 @@ class Pipeline:
         out = self.pipe(
             **self.family.call(cond, negative),
             latents=self.family.pack(noise.to(self.device, self.dtype)),
-            num_inference_steps=self.config.rollout.steps,
+            num_inference_steps=self.steps,
             guidance_scale=guidance,
             height=self.config.model.height,
             width=self.config.model.width,
@@ -194,6 +197,16 @@ class Pipeline:
         return without + guidance * (with_prompt - without)
 
     @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, sampling is that of evaluations, where settings give them a sampler or steps of their own."""
+        kept = self.pipe.scheduler, self.steps
+        self.pipe.scheduler, self.steps = self.for_evaluation
+        try:
+            yield
+        finally:
+            self.pipe.scheduler, self.steps = kept
+
+    @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Inside, the trained weights have the values of `weights`; None changes nothing."""
         if weights is None:
@@ -228,12 +241,13 @@ class Pipeline:
             save_lora(self.pipe, self.family.network, folder)
         else:
             self.pipe.save_pretrained(folder)
-        (folder / "settings.json").write_text(json.dumps(self.inference_settings(), indent=2))
+        with self.evaluating():
+            (folder / "settings.json").write_text(json.dumps(self.inference_settings(), indent=2))
 
     def inference_settings(self) -> dict[str, Any]:
         """What reproduces the evaluation's pictures with the plain pipeline."""
         m, r = self.config.model, self.config.rollout
-        call = {"num_inference_steps": r.steps, "guidance_scale": r.guidance, "height": m.height, "width": m.width}
+        call = {"num_inference_steps": self.steps, "guidance_scale": r.guidance, "height": m.height, "width": m.width}
         return {
             "base_model": m.path,
             "revision": m.revision,
