@@ -145,7 +145,6 @@ def test_variation_and_noise_by_hand() -> None:
 
 
 def test_study_measures_every_variant(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings["rollout"]["steps"] = 8
     rows = study(parse(settings), repeats=3, folder=tmp_path / "ablate")
     assert [r["variant"] for r in rows] == list(VARIANTS)
     assert all(r["within"] > 0 and r["noise_to_signal"] > 0 for r in rows)

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all, 8 draws": ON | {"draws": 8},
 }
 """Changes to the recipe's objective; 4 draws unless said otherwise."""
+LARGEST = 8
+"""Most draws of a variant."""
 
 
 def study(config: Config, *, repeats: int, folder: Path) -> list[dict[str, Any]]:
@@ -66,7 +68,8 @@ def study(config: Config, *, repeats: int, folder: Path) -> list[dict[str, Any]]
     prepared = pictures(config, policy)
     rows = []
     for name, changes in VARIANTS.items():
-        objective = VGRPO(**{"draws": 4, "clip": None, **changes})
+        steps = max(config.rollout.steps, LARGEST)  # one schedule for all variants, with room for the most draws
+        objective = VGRPO(**{"draws": 4, "clip": None, "schedule_steps": steps, **changes})
         rows.append({"variant": name, **changes, **measure(config, policy, prepared, objective, repeats)})
         about = {"hardware": hardware(), "versions": versions(), "repeats": repeats, "settings": config.dump()}
         (folder / "ablate.json").write_text(json.dumps({"rows": rows, **about}, indent=1))
@@ -157,7 +160,7 @@ def table(rows: list[dict[str, Any]], config: Config, about: Mapping[str, Any]) 
         "# Variance of the surrogate",
         "",
         f"Model `{config.model.path}`, {config.prompts.per_step} prompts × {config.rollout.group_size} pictures, "
-        f"{config.rollout.steps}-step schedule, {about['repeats']} draws of pairs, seed {config.run.seed}; "
+        f"{max(config.rollout.steps, LARGEST)}-step schedule, {about['repeats']} draws of pairs, seed {config.run.seed}; "
         f"{about['hardware']['cpu']}, {about['hardware']['threads']} threads, torch {about['versions']['torch']}.",
         "",
         "| variant | variation overall | within a group | gradient noise / signal |",
